@@ -1,0 +1,89 @@
+"""What the fixed-rate codecs share: companded codebooks, edges, 8-bit chunk parameters, the error bound (SPEC 8.3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lynxkv.codecs.base import Codec
+from lynxkv.kernels.tables import F32, FixedTables
+from lynxkv.layout import FixedCoding, Precision, TensorName
+
+# 8-bit chunk scales: zero, then 255 steps of this ratio up to 1. They round up, so nothing clips.
+SCALE_RATIO = 2.0 ** (1 / 16)
+
+
+def scale_table() -> F32:
+    """Values of 8-bit chunk scales: 0, then geometric up to 1 (2^-15.9 the smallest)."""
+    return np.concatenate([[0.0], SCALE_RATIO ** np.arange(-254.0, 1.0)]).astype(np.float32)
+
+
+def offset_table() -> F32:
+    """Values of 8-bit chunk offsets: -1 to 1 in steps of 1/127.5."""
+    return np.linspace(-1.0, 1.0, 256).astype(np.float32)
+
+
+def expand(level: np.ndarray[tuple[int, ...], np.dtype[np.float64]], top: int, alpha: float) -> F32:
+    """Inverse of the companding y = ln(1 + alpha |x|) / ln(1 + alpha), for y = |level| / top, with the level's sign."""
+    magnitude = np.expm1(np.abs(level) / top * np.log1p(alpha)) / alpha
+    return np.copysign(magnitude, level).astype(np.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedCodec(Codec):
+    """Base of the fixed-rate codecs: a subclass gives `coding` and `decode_tables`."""
+
+    @cached_property
+    def fixed_tables(self) -> FixedTables:
+        """Codebooks with the quantiser's edges; the same for every tensor."""
+        raise NotImplementedError
+
+    def codebooks(self) -> dict[str, F32]:
+        coding = self.coding("k", 64)
+        assert isinstance(coding, FixedCoding)
+        tables = self.fixed_tables
+        parts = {"anchor": tables.anchor, "full": tables.full, "scale": tables.scale, "offset": tables.offset}
+        return {f"{coding.codebook}.{part}": values for part, values in parts.items() if values is not None}
+
+    def tables(self, x: Tensor, tensor: TensorName) -> FixedTables:
+        return self.fixed_tables
+
+    def error_bound(self, x: Tensor, tensor: TensorName, precision: Precision) -> Tensor:
+        """The farthest a value can lie from its code's, in units of its chunk's scale.
+
+        The scale is the chunk's largest magnitude about its offset; 8-bit parameters make it up to 2^(1/16) larger,
+        after an offset that is up to 1/255 of the page's scale away from the middle.
+        """
+        coding = self.coding(tensor, x.shape[0] * x.shape[2])
+        assert isinstance(coding, FixedCoding)
+        tables = self.fixed_tables
+        assert tables.edges is not None and tables.buckets is not None
+        use_full = precision == "full" and tables.full is not None
+        values = tables.full[tables.buckets] if use_full else tables.anchor[tables.buckets >> coding.residual_bits]  # type: ignore[index]
+        low = np.concatenate([[-tables.peak], tables.edges])
+        high = np.concatenate([tables.edges, [tables.peak]])
+        farthest = float(np.maximum(values - low, high - values).max()) / tables.peak
+        reach = _half_range(x, coding)
+        if coding.chunk_dtype == "u8":
+            page = _run_extreme(x.abs(), coding.page_tokens, coding.group)
+            reach = (reach + page * 2 / 255) * SCALE_RATIO + page * float(scale_table()[1])
+        return farthest * reach + 2.0**-20 * _run_extreme(x.abs(), coding.page_tokens or coding.chunk_tokens, coding.group)
+
+
+def _half_range(x: Tensor, coding: FixedCoding) -> Tensor:
+    high = _run_extreme(x, coding.chunk_tokens, coding.group)
+    low = -_run_extreme(-x, coding.chunk_tokens, coding.group)
+    return (high - low) / 2 if coding.offset else torch.maximum(high.abs(), low.abs())
+
+
+def _run_extreme(x: Tensor, length: int, group: str) -> Tensor:
+    """Largest value of each run of `length` tokens, by channel or over all, spread back to x's shape [H, T, D]."""
+    out = torch.empty_like(x)
+    for start in range(0, x.shape[1], length):
+        run = x[:, start : start + length]
+        out[:, start : start + length] = run.amax(1, keepdim=True) if group == "channel" else run.amax((0, 1, 2))
+    return out

@@ -1,0 +1,46 @@
+"""zstd frames with their size known and bounded (SPEC 5.1 rule 3)."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from lynxkv.errors import ContentError
+from lynxkv.format.limits import MAX_ZSTD_WINDOW_BYTES
+
+U8 = npt.NDArray[np.uint8]
+
+# Level 1: on entropy-coded symbols higher levels look for matches, find false ones, and come out larger and slower.
+LEVEL = 1
+_local = threading.local()
+
+
+def compress(raw: U8) -> bytes:
+    """One zstd frame with its content size."""
+    if not hasattr(_local, "compressor"):
+        _local.compressor = zstandard.ZstdCompressor(level=LEVEL, write_content_size=True)
+    frame: bytes = _local.compressor.compress(raw)
+    return frame
+
+
+def decompress(frame: bytes | memoryview, raw_bytes: int, *, where: str) -> U8:
+    """The content of a checked frame.
+
+    Raises:
+        ContentError: not one frame of exactly `raw_bytes` bytes within the window limit.
+    """
+    if not hasattr(_local, "decompressor"):
+        _local.decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW_BYTES)
+    try:
+        parameters = zstandard.get_frame_parameters(frame)
+        if parameters.content_size != raw_bytes or parameters.dict_id or parameters.window_size > MAX_ZSTD_WINDOW_BYTES:
+            raise ContentError(f"{where}: the zstd frame does not state {raw_bytes} bytes within an 8 MiB window")
+        raw = _local.decompressor.decompress(frame, max_output_size=raw_bytes, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise ContentError(f"{where}: not a zstd frame: {error}") from error
+    if len(raw) != raw_bytes:
+        raise ContentError(f"{where}: the zstd frame holds {len(raw)} bytes, not {raw_bytes}")
+    return np.frombuffer(raw, np.uint8)

@@ -1,0 +1,292 @@
+"""The lynxkv document, between JSON and `CacheHeader` (SPEC 6 to 8)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from typing import Any, get_args
+
+from lynxkv.errors import HeaderError, UnsupportedFormatError
+from lynxkv.format import limits, strict_json
+from lynxkv.layout import (
+    DTYPE_BYTES,
+    CacheHeader,
+    Coding,
+    EntropyCoding,
+    FixedCoding,
+    Identity,
+    LayerKind,
+    LayerSpec,
+    RawCoding,
+    ResidualRef,
+    TensorName,
+    TensorSpec,
+    TokenRange,
+)
+from lynxkv.packing import MAX_RADIX
+
+VERSION = "0.1"
+ANCHOR_NAME = "anchor.safetensors"
+_HEX64 = re.compile(r"[0-9a-f]{64}")
+_CODEBOOK = re.compile(r"[a-z0-9-]{1,32}")
+_TENSOR_ORDER: tuple[TensorName, ...] = get_args(TensorName)
+
+
+def residual_name(header_sha256: str) -> str:
+    """The Residual's file name (SPEC 5.3)."""
+    return f"residual-{header_sha256[:16]}.safetensors"
+
+
+class Fields:
+    """Typed access to one JSON object; errors say where they are."""
+
+    def __init__(self, value: Any, where: str) -> None:
+        if not isinstance(value, dict):
+            raise HeaderError(f"{where} is not an object")
+        self.value: dict[str, Any] = value
+        self.where = where
+
+    def any(self, name: str) -> Any:
+        if name not in self.value:
+            raise HeaderError(f"{self.where} has no {name!r}")
+        return self.value[name]
+
+    def integer(self, name: str, low: int, high: int) -> int:
+        value = self.any(name)
+        if type(value) is not int or not low <= value <= high:
+            raise HeaderError(f"{self.where}: {name} is {value!r}, not an integer in [{low}, {high}]")
+        return value
+
+    def string(self, name: str) -> str:
+        value = self.any(name)
+        if not isinstance(value, str) or len(value) > limits.MAX_STRING:
+            raise HeaderError(f"{self.where}: {name} is not a string of at most {limits.MAX_STRING} characters")
+        return value
+
+    def hex64(self, name: str) -> str:
+        value = self.string(name)
+        if not _HEX64.fullmatch(value):
+            raise HeaderError(f"{self.where}: {name} is not a SHA-256 in lower-case hex")
+        return value
+
+    def boolean(self, name: str) -> bool:
+        value = self.any(name)
+        if not isinstance(value, bool):
+            raise HeaderError(f"{self.where}: {name} is not true or false")
+        return value
+
+    def one_of(self, name: str, choices: tuple[str, ...]) -> Any:
+        value = self.string(name)
+        if value not in choices:
+            raise HeaderError(f"{self.where}: {name} is {value!r}, not one of {', '.join(choices)}")
+        return value
+
+    def object(self, name: str) -> Fields:
+        return Fields(self.any(name), f"{self.where}.{name}")
+
+    def optional(self, name: str, read: Any) -> Any:
+        return None if self.any(name) is None else read(name)
+
+    def list(self, name: str, most: int) -> list[Any]:
+        value = self.any(name)
+        if not isinstance(value, list) or len(value) > most:
+            raise HeaderError(f"{self.where}: {name} is not a list of at most {most}")
+        return value
+
+
+def parse_common(text: str, *, role: str, what: str) -> Fields:
+    """Parse a document and check what both shards have: version, role, required features.
+
+    Raises:
+        HeaderError: malformed.
+        UnsupportedFormatError: another version or an unknown required feature.
+    """
+    fields = Fields(strict_json.loads(text, what=f"{what}: document", max_depth=limits.MAX_DOCUMENT_DEPTH), what)
+    version = fields.string("version")
+    if version != VERSION:
+        raise UnsupportedFormatError(
+            f"{what}: format version {version} is not {VERSION}", hint="read it with the lynxkv release that wrote it"
+        )
+    for feature in fields.list("required", limits.MAX_ARRAYS):
+        raise UnsupportedFormatError(f"{what}: requires the feature {feature!r}", hint="a newer lynxkv may know it")
+    if fields.string("role") != role:
+        raise HeaderError(f"{what}: is the {fields.string('role')!r} shard of a cache, not the {role!r} one")
+    return fields
+
+
+def parse_anchor_document(text: str, *, what: str) -> CacheHeader:
+    """The Anchor's document as a `CacheHeader`.
+
+    Raises:
+        HeaderError: a field is missing, of a wrong type or out of range.
+        UnsupportedFormatError: another version or an unknown required feature.
+    """
+    fields = parse_common(text, role="anchor", what=what)
+    for reserved in ("parent", "transform", "logits"):
+        if fields.any(reserved) is not None:
+            raise UnsupportedFormatError(f"{what}: uses the reserved field {reserved!r}")
+    tokens = fields.object("tokens")
+    span = TokenRange(
+        start=tokens.integer("start", 0, limits.MAX_TOKENS),
+        stop=tokens.integer("stop", 1, limits.MAX_TOKENS),
+        sha256=tokens.hex64("sha256"),
+        stored=tokens.boolean("stored"),
+    )
+    if span.start >= span.stop:
+        raise HeaderError(f"{what}: the token range [{span.start}, {span.stop}) is empty")
+    dtype = fields.one_of("dtype", tuple(DTYPE_BYTES))
+    codings = tuple(
+        _coding(Fields(item, f"{what}.codings[{i}]"), dtype)
+        for i, item in enumerate(fields.list("codings", limits.MAX_CODINGS))
+    )
+    layers = tuple(
+        _layer(Fields(item, f"{what}.layers[{i}]"), span, len(codings))
+        for i, item in enumerate(fields.list("layers", limits.MAX_LAYERS))
+    )
+    if not layers:
+        raise HeaderError(f"{what}: there are no layers")
+    codec = fields.object("codec")
+    header = CacheHeader(
+        version=VERSION,
+        cache_id=fields.hex64("cache_id"),
+        index_sha256=fields.hex64("index_sha256"),
+        dtype=dtype,
+        tokens=span,
+        codec_name=codec.string("name"),
+        codec_params=codec.object("params").value,
+        codings=codings,
+        layers=layers,
+        residual=fields.optional("residual", lambda name: _residual(fields.object(name))),
+        identity=_identity(fields.object("identity")),
+        writer=fields.object("writer").value,
+    )
+    segments = sum(-(-ref.coded_tokens // ref.coding.segment_tokens) for ref in header.tensors)
+    if segments > limits.MAX_SEGMENTS:
+        raise HeaderError(f"{what}: {segments} segments are over {limits.MAX_SEGMENTS}")
+    needed = any(ref.coding.has_residual and ref.coded_tokens for ref in header.tensors)
+    if needed != (header.residual is not None):
+        raise HeaderError(f"{what}: {'no' if needed else 'a'} Residual is named, though the codings imply otherwise")
+    return header
+
+
+def render_anchor_document(header: CacheHeader) -> dict[str, Any]:
+    """The JSON object of the Anchor's document."""
+    return {
+        "version": header.version,
+        "role": "anchor",
+        "cache_id": header.cache_id,
+        "required": [],
+        "index_sha256": header.index_sha256,
+        "dtype": header.dtype,
+        "tokens": asdict(header.tokens),
+        "codec": {"name": header.codec_name, "params": header.codec_params},
+        "codings": [asdict(coding) for coding in header.codings],
+        "layers": [_without_none(asdict(layer)) for layer in header.layers],
+        "residual": asdict(header.residual) if header.residual else None,
+        "identity": asdict(header.identity),
+        "writer": header.writer,
+        "parent": None,
+        "transform": None,
+        "logits": None,
+    }
+
+
+def render_residual_document(header: CacheHeader, index_sha256: str) -> dict[str, Any]:
+    """The JSON object of the Residual's document (SPEC 7)."""
+    return {
+        "version": header.version,
+        "role": "residual",
+        "cache_id": header.cache_id,
+        "required": [],
+        "index_sha256": index_sha256,
+        "writer": header.writer,
+    }
+
+
+def _coding(fields: Fields, dtype: str) -> Coding:
+    scheme = fields.one_of("scheme", ("raw", "fixed", "entropy"))
+    segment_tokens = fields.integer("segment_tokens", 1, limits.MAX_TOKENS)
+    if scheme == "raw":
+        fields.integer("sink_tokens", 0, 0)
+        return RawCoding(segment_tokens=segment_tokens)
+    if dtype == "fp32":
+        raise HeaderError(f"{fields.where}: dtype fp32 goes with raw coding only")
+    sink_tokens = fields.integer("sink_tokens", 0, limits.MAX_SINK_TOKENS)
+    if scheme == "entropy":
+        return EntropyCoding(
+            radix=fields.integer("radix", 1, MAX_RADIX), segment_tokens=segment_tokens, sink_tokens=sink_tokens
+        )
+    coding = FixedCoding(
+        anchor_bits=fields.integer("anchor_bits", 1, 8),
+        residual_bits=fields.integer("residual_bits", 0, 8),
+        codebook=fields.string("codebook"),
+        chunk_tokens=fields.integer("chunk_tokens", 1, limits.MAX_TOKENS),
+        page_tokens=fields.integer("page_tokens", 0, limits.MAX_TOKENS),
+        group=fields.one_of("group", ("channel", "token")),
+        chunk_dtype=fields.one_of("chunk_dtype", ("f32", "u8")),
+        offset=fields.boolean("offset"),
+        segment_tokens=segment_tokens,
+        sink_tokens=sink_tokens,
+    )
+    if coding.anchor_bits + coding.residual_bits > 8:
+        raise HeaderError(f"{fields.where}: anchor and residual bits are over 8 together")
+    if not _CODEBOOK.fullmatch(coding.codebook):
+        raise HeaderError(f"{fields.where}: codebook is {coding.codebook!r}")
+    unit = coding.page_tokens or coding.chunk_tokens
+    if coding.page_tokens % coding.chunk_tokens or segment_tokens % unit:
+        raise HeaderError(f"{fields.where}: chunks do not fill pages, or pages do not fill segments")
+    return coding
+
+
+def _layer(fields: Fields, span: TokenRange, codings: int) -> LayerSpec:
+    kind: LayerKind = fields.one_of("kind", get_args(LayerKind))
+    start = fields.integer("start", span.start, span.stop - 1)
+    stop = fields.integer("stop", span.stop, span.stop)
+    if kind == "full" and start != span.start:
+        raise HeaderError(f"{fields.where}: a full layer must start at {span.start}, not {start}")
+    tensors = fields.object("tensors")
+    if set(tensors.value) not in ({"k", "v"}, {"latent"}):
+        raise HeaderError(f"{fields.where}: tensors must be k and v, or latent alone")
+    return LayerSpec(
+        kind=kind,
+        window=fields.integer("window", 1, limits.MAX_TOKENS) if kind == "sliding" else None,
+        start=start,
+        stop=stop,
+        tensors={name: _tensor(tensors.object(name), codings) for name in _TENSOR_ORDER if name in tensors.value},
+    )
+
+
+def _tensor(fields: Fields, codings: int) -> TensorSpec:
+    spec = TensorSpec(
+        heads=fields.integer("heads", 1, limits.MAX_HEADS),
+        head_dim=fields.integer("head_dim", 1, limits.MAX_HEAD_DIM),
+        coding=fields.integer("coding", 0, codings - 1),
+    )
+    if spec.channels > limits.MAX_CHANNELS:
+        raise HeaderError(f"{fields.where}: {spec.channels} channels are over {limits.MAX_CHANNELS}")
+    return spec
+
+
+def _residual(fields: Fields) -> ResidualRef:
+    digest = fields.hex64("header_sha256")
+    if fields.string("name") != residual_name(digest):
+        raise HeaderError(f"{fields.where}: name is not {residual_name(digest)}")
+    return ResidualRef(
+        name=residual_name(digest),
+        header_sha256=digest,
+        header_bytes=fields.integer("header_bytes", 64, limits.MAX_HEADER_BYTES + 8),
+        bytes=fields.integer("bytes", 64, limits.MAX_INTEGER - 1),
+    )
+
+
+def _identity(fields: Fields) -> Identity:
+    digests = ("fingerprint", "tokenizer_sha256", "chat_template_sha256", "salt_sha256")
+    return Identity(
+        **{name: fields.optional(name, fields.hex64) for name in digests},
+        **{name: fields.optional(name, fields.string) for name in ("model_id", "revision", "turn", "adapter")},
+        rope=fields.optional("rope", lambda name: fields.object(name).value),
+    )
+
+
+def _without_none(value: dict[str, Any]) -> dict[str, Any]:
+    return {key: item for key, item in value.items() if item is not None}

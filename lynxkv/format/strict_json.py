@@ -1,0 +1,57 @@
+"""JSON as the SPEC reads it (4.2): no duplicate keys, bounded depth, no NaN or Infinity, nothing after the object."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from lynxkv.errors import HeaderError
+from lynxkv.format.limits import MAX_INTEGER
+
+# A string, closed or running to the end of the text, or a bracket. Possessive, so that hostile text costs linear time.
+_STRUCTURE = re.compile(r'"(?:[^"\\]++|\\.|\\\Z)*+(?:"|\Z)|[\[\]{}]', re.DOTALL)
+
+
+def loads(text: str, *, what: str, max_depth: int) -> dict[str, Any]:
+    """Parse one JSON object.
+
+    Raises:
+        HeaderError: it is not one object, nests deeper than `max_depth`, repeats a key, or holds NaN, Infinity or an
+            integer of 2^53 and above.
+    """
+    depth = 0
+    for token in _STRUCTURE.finditer(text):
+        if token.group() in ("[", "{"):
+            depth += 1
+            if depth > max_depth:
+                raise HeaderError(f"{what} nests deeper than {max_depth}")
+        elif token.group() in ("]", "}"):
+            depth -= 1
+    try:
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_int=_integer)
+    except HeaderError as error:
+        raise HeaderError(f"{what}: {error.message}") from None
+    except ValueError as error:
+        raise HeaderError(f"{what} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise HeaderError(f"{what} is not a JSON object")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise HeaderError(f"the key {next(k for k in keys if keys.count(k) > 1)!r} occurs twice")
+    return out
+
+
+def _constant(name: str) -> Any:
+    raise HeaderError(f"{name} is not allowed")
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > 17 or abs(int(digits)) >= MAX_INTEGER:
+        raise HeaderError(f"the integer {digits[:20]} is out of range")
+    return int(digits)

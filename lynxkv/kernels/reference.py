@@ -1,0 +1,232 @@
+"""The definition of every coding in plain torch: obvious first, fast second (SPEC 8).
+
+`quantize` takes x [H, T, D] in f32 and returns the raw bytes of an anchor and a residual segment; `dequantize` takes
+those bytes and writes a destination [H, T, D] of any float dtype. Full precision is `dequantize` with both, so that
+refining is decoding again, in place, from resident anchor bytes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lynxkv.errors import ContentError
+from lynxkv.format.limits import ESCAPE_LIMIT
+from lynxkv.kernels.rounding import TORCH_DTYPES, round_to
+from lynxkv.kernels.tables import EntropyTables, FixedTables, Tables
+from lynxkv.layout import Coding, EntropyCoding, FixedCoding, RawCoding, TensorSpec
+from lynxkv.packing import pack_digits, pack_rows, unpack_digits, unpack_rows
+
+U8 = npt.NDArray[np.uint8]
+
+SYMBOL_ZERO = 127
+SYMBOL_ESCAPE = 255
+_ESCAPE_DTYPE = np.dtype([("position", "<u4"), ("value", "<i4")])
+
+
+def quantize(x: Tensor, coding: Coding, tables: Tables) -> tuple[U8, U8 | None]:
+    """Raw bytes of the anchor and residual segments that hold x [H, T, D].
+
+    x is f32, or for raw coding the declared dtype.
+    """
+    if isinstance(coding, RawCoding):
+        return _bytes(x.transpose(0, 1)), None
+    if isinstance(coding, FixedCoding) and isinstance(tables, FixedTables):
+        return quantize_fixed(x, coding, tables)
+    if isinstance(coding, EntropyCoding) and isinstance(tables, EntropyTables):
+        return quantize_entropy(x, coding, tables)
+    raise TypeError(f"{type(tables).__name__} does not go with {type(coding).__name__}")
+
+
+def dequantize(
+    anchor: U8, residual: U8 | None, coding: Coding, tables: Tables, spec: TensorSpec, dtype: str, out: Tensor
+) -> None:
+    """Decode a segment into `out` [H, T, D], at anchor precision if `residual` is None.
+
+    Raises:
+        ContentError: codes, escapes or parameters that SPEC 8 forbids.
+    """
+    tokens = out.shape[1]
+    if isinstance(coding, RawCoding):
+        values = torch.from_numpy(anchor.copy()).view(TORCH_DTYPES[dtype]).view(tokens, spec.heads, spec.head_dim)
+        if not torch.isfinite(values).all():
+            raise ContentError("raw values are not finite")
+        out.copy_(values.transpose(0, 1))
+        return
+    if isinstance(coding, FixedCoding) and isinstance(tables, FixedTables):
+        values = dequantize_fixed(anchor, residual, coding, tables, spec, tokens)
+    elif isinstance(coding, EntropyCoding) and isinstance(tables, EntropyTables):
+        values = dequantize_entropy(anchor, residual, coding, tables, spec, tokens)
+    else:
+        raise TypeError(f"{type(tables).__name__} does not go with {type(coding).__name__}")
+    out.copy_(round_to(values, dtype))
+
+
+# fixed: codes of fixed width (SPEC 8.3)
+
+
+def quantize_fixed(x: Tensor, coding: FixedCoding, tables: FixedTables) -> tuple[U8, U8 | None]:
+    """Normalise pages and chunks by their extremes, then take the code of the bucket each value falls in."""
+    if tables.edges is None or tables.buckets is None:
+        raise TypeError("these tables only decode")
+    heads, tokens, dim = x.shape
+    rows = x.transpose(0, 1).reshape(tokens, heads * dim)
+    parts: list[U8] = []
+    normal = rows
+    if coding.page_tokens:
+        page = _runs(tokens, coding.page_tokens)
+        high, low = _per_run(rows, page, "amax"), _per_run(rows, page, "amin")
+        # Halves first: the sum of two large values would overflow.
+        mean = high / 2 + low / 2
+        scale = torch.maximum(high - mean, mean - low)
+        parts += [_bytes(mean), _bytes(scale)]
+        normal = torch.where(scale[page] > 0, (rows - mean[page]) / scale[page], 0.0)
+    chunk = _runs(tokens, coding.chunk_tokens)
+    offset_values: Tensor | None = None
+    if coding.offset:
+        high, low = _per_run(normal, chunk, "amax"), _per_run(normal, chunk, "amin")
+        if coding.group == "token":
+            high, low = high.amax(1, keepdim=True), low.amin(1, keepdim=True)
+        offset_codes, offset_values = _chunk_parameter(high / 2 + low / 2, tables.offset, round_up=False)
+        normal = normal - offset_values[chunk]
+    peak = _per_run(normal.abs(), chunk, "amax")
+    if coding.group == "token":
+        peak = peak.amax(1, keepdim=True)
+    scale_codes, scale_values = _chunk_parameter(peak / tables.peak, tables.scale, round_up=True)
+    parts.append(scale_codes)
+    if coding.offset:
+        parts.append(offset_codes)
+    unit = torch.where(scale_values[chunk] > 0, normal / scale_values[chunk], 0.0)
+    bucket = torch.searchsorted(torch.from_numpy(tables.edges), unit.contiguous(), right=True)
+    codes = tables.buckets[bucket.numpy()].reshape(tokens * heads, dim)
+    parts.append(pack_rows(codes >> coding.residual_bits, coding.anchor_bits))
+    residual = None
+    if coding.residual_bits:
+        residual = pack_rows(codes & (2**coding.residual_bits - 1), coding.residual_bits)
+    return np.concatenate(parts), residual
+
+
+def dequantize_fixed(
+    anchor: U8, residual: U8 | None, coding: FixedCoding, tables: FixedTables, spec: TensorSpec, tokens: int
+) -> Tensor:
+    """f32 values [H, T, D] of a fixed-rate segment: `fl(fl(V * scale) + offset)`."""
+    part, at = {}, 0
+    for name, size in coding.parts(tokens, spec).items():
+        part[name] = anchor[at : at + size]
+        at += size
+    chunk = _runs(tokens, coding.chunk_tokens)
+    scale = _chunk_values(part["chunk_scale"], tables.scale, coding, spec)[chunk]
+    offset = torch.zeros(1)
+    if coding.offset:
+        offset = _chunk_values(part["chunk_offset"], tables.offset, coding, spec)[chunk]
+    if coding.page_tokens:
+        page = _runs(tokens, coding.page_tokens)
+        page_scale = _floats(part["page_scale"]).view(-1, spec.channels)[page]
+        scale = scale * page_scale
+        offset = offset * page_scale + _floats(part["page_mean"]).view(-1, spec.channels)[page]
+    rows = tokens * spec.heads
+    try:
+        codes = unpack_rows(part["codes"], rows, spec.head_dim, coding.anchor_bits)
+        table = tables.anchor
+        if residual is not None and tables.full is not None:
+            low = unpack_rows(residual, rows, spec.head_dim, coding.residual_bits)
+            codes, table = (codes << coding.residual_bits) | low, tables.full
+    except ValueError as error:
+        raise ContentError(str(error)) from error
+    value = torch.from_numpy(table[codes]).view(tokens, spec.channels)
+    value = value * scale
+    value = value + offset
+    return value.view(tokens, spec.heads, spec.head_dim).transpose(0, 1)
+
+
+def _runs(tokens: int, length: int) -> Tensor:
+    return torch.arange(tokens) // length
+
+
+def _per_run(rows: Tensor, run: Tensor, reduce: str) -> Tensor:
+    out = rows.new_zeros(int(run[-1]) + 1, rows.shape[1])
+    return out.scatter_reduce(0, run[:, None].expand_as(rows), rows, reduce, include_self=False)
+
+
+def _chunk_parameter(value: Tensor, table: npt.NDArray[np.float32] | None, *, round_up: bool) -> tuple[U8, Tensor]:
+    """Stored bytes of a chunk parameter and the value they decode to; `round_up`: never below `value`."""
+    if table is None:
+        return _bytes(value), value
+    entries = torch.from_numpy(table)
+    index = torch.searchsorted(entries, value.contiguous()).clamp_(max=len(table) - 1)
+    if not round_up:
+        below = (index - 1).clamp_(min=0)
+        index = torch.where((value - entries[below]).abs() < (entries[index] - value).abs(), below, index)
+    return _bytes(index.to(torch.uint8)), entries[index]
+
+
+def _chunk_values(data: U8, table: npt.NDArray[np.float32] | None, coding: FixedCoding, spec: TensorSpec) -> Tensor:
+    width = spec.channels if coding.group == "channel" else 1
+    values = _floats(data) if table is None else torch.from_numpy(table[data])
+    return values.view(-1, width)
+
+
+# entropy: uniform steps, one byte a symbol (SPEC 8.4)
+
+
+def quantize_entropy(x: Tensor, coding: EntropyCoding, tables: EntropyTables) -> tuple[U8, U8 | None]:
+    """q = rint((x - mean) / step); the residual digit is where in the bin x lies. Nothing clips: outliers escape."""
+    heads, tokens, dim = x.shape
+    order = torch.from_numpy(tables.order.astype(np.int64))
+    mean = torch.from_numpy(tables.mean)
+    rows = x.transpose(1, 2).reshape(heads * dim, tokens)
+    y = ((rows - mean[:, None]) / float(tables.step))[order]
+    q = torch.round(y)
+    index = q.to(torch.int32).numpy()
+    outside = np.abs(index) > SYMBOL_ZERO
+    symbols = np.where(outside, SYMBOL_ESCAPE, index + SYMBOL_ZERO).astype(np.uint8).reshape(-1)
+    positions = np.flatnonzero(outside)
+    escapes = np.empty(positions.size, _ESCAPE_DTYPE)
+    escapes["position"], escapes["value"] = positions, index.reshape(-1)[positions]
+    anchor = np.concatenate([symbols, escapes.view(np.uint8)])
+    if coding.radix == 1:
+        return anchor, None
+    digit = torch.floor((y - q + 0.5) * coding.radix).clamp_(0, coding.radix - 1)
+    return anchor, pack_digits(digit.to(torch.uint8).numpy(), coding.radix)
+
+
+def dequantize_entropy(
+    anchor: U8, residual: U8 | None, coding: EntropyCoding, tables: EntropyTables, spec: TensorSpec, tokens: int
+) -> Tensor:
+    """f32 values [H, T, D] of an entropy-coded segment."""
+    count = spec.channels * tokens
+    symbols = anchor[:count]
+    index = symbols.astype(np.int32) - SYMBOL_ZERO
+    escapes = anchor[count:].view(_ESCAPE_DTYPE)
+    positions = escapes["position"].astype(np.int64)
+    if not np.array_equal(np.flatnonzero(symbols == SYMBOL_ESCAPE), positions):
+        raise ContentError("the escapes are not at the escape symbols")
+    if np.any((escapes["value"] <= -ESCAPE_LIMIT) | (escapes["value"] >= ESCAPE_LIMIT)):
+        raise ContentError("an escape is out of range")
+    index[positions] = escapes["value"]
+    step = tables.step
+    if residual is not None:
+        try:
+            digits = unpack_digits(residual, spec.channels, tokens, coding.radix)
+        except ValueError as error:
+            raise ContentError(str(error)) from error
+        index = 2 * (index * coding.radix + digits.reshape(-1)) - (coding.radix - 1)
+        step = tables.half_step
+    order = torch.from_numpy(tables.order.astype(np.int64))
+    value = torch.from_numpy(index).view(spec.channels, tokens).to(torch.float32)
+    value = value * float(step)
+    value = value + torch.from_numpy(tables.mean)[order, None]
+    rows = torch.empty_like(value)
+    rows[order] = value
+    return rows.view(spec.heads, spec.head_dim, tokens).transpose(1, 2)
+
+
+def _bytes(tensor: Tensor) -> U8:
+    flat: U8 = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    return flat
+
+
+def _floats(data: U8) -> Tensor:
+    return torch.from_numpy(data.copy()).view(torch.float32)

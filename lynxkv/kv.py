@@ -1,0 +1,117 @@
+"""KV tensors in memory, and as plain safetensors files that other tools can write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from lynxkv.errors import InputError
+from lynxkv.layout import LayerKind, TensorName
+
+
+@dataclass(kw_only=True)
+class KVLayer:
+    """One layer's tensors, each [H, T, D] for the positions [start, stop), T = stop - start."""
+
+    tensors: dict[TensorName, Tensor]
+    start: int
+    stop: int
+    kind: LayerKind = "full"
+    window: int | None = None
+
+
+@dataclass(kw_only=True)
+class KV:
+    """The KV tensors of positions [start, stop) of one sequence; there is no batch dimension."""
+
+    layers: list[KVLayer]
+    start: int = 0
+    stop: int = 0
+    token_ids: list[int] | None = field(default=None)
+
+    @property
+    def tokens(self) -> int:
+        return self.stop - self.start
+
+
+def kv_from_tensors(layers: Sequence[tuple[Tensor, Tensor]], token_ids: Sequence[int] | None = None) -> KV:
+    """A `KV` from one (keys, values) pair a layer, each [H, T, D] or [1, H, T, D], all of one T.
+
+    Raises:
+        InputError: no layers, another rank, a batch, or layers of differing T.
+    """
+    if not layers:
+        raise InputError("there are no layers")
+    out = []
+    tokens = layers[0][0].shape[-2] if layers[0][0].ndim >= 2 else 0
+    for number, pair in enumerate(layers):
+        tensors: dict[TensorName, Tensor] = {}
+        names: tuple[TensorName, TensorName] = ("k", "v")
+        for name, tensor in zip(names, pair, strict=True):
+            tensors[name] = _three_dims(tensor, f"layer {number} {name}")
+            if tensors[name].shape[1] != tokens:
+                raise InputError(f"layer {number} {name} has {tensors[name].shape[1]} tokens, layer 0 k has {tokens}")
+        out.append(KVLayer(tensors=tensors, start=0, stop=tokens))
+    return KV(layers=out, stop=tokens, token_ids=list(token_ids) if token_ids is not None else None)
+
+
+def kv_to_safetensors(kv: KV, path: str | Path) -> None:
+    """Write `layer.<i>.k`, `layer.<i>.v` [H, T, D] and `token_ids` [T] (int64) to a plain safetensors file.
+
+    Raises:
+        InputError: a layer does not hold all tokens (sliding window); that needs a lynxkv cache.
+    """
+    tensors: dict[str, Tensor] = {}
+    for number, layer in enumerate(kv.layers):
+        if (layer.start, layer.stop) != (kv.start, kv.stop):
+            raise InputError(f"layer {number} holds positions [{layer.start}, {layer.stop}) only")
+        for name, tensor in layer.tensors.items():
+            tensors[f"layer.{number}.{name}"] = tensor.contiguous()
+    if kv.token_ids is not None:
+        tensors["token_ids"] = torch.tensor(kv.token_ids, dtype=torch.int64)
+    safetensors.torch.save_file(tensors, str(path))
+
+
+def kv_from_safetensors(path: str | Path) -> KV:
+    """Read what `kv_to_safetensors` writes: `layer.<i>.k` and `layer.<i>.v` for i = 0, 1, ..., [H, T, D] or
+    [1, H, T, D], any float dtype; `token_ids` [T] optional.
+
+    Raises:
+        InputError: the file cannot be read as safetensors, or its arrays are not those.
+    """
+    try:
+        with safetensors.safe_open(str(path), framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, safetensors.SafetensorError) as error:
+        raise InputError(f"cannot read {path}: {error}", hint="give a safetensors file") from error
+    ids = tensors.pop("token_ids", None)
+    pairs = []
+    while (keys := tensors.pop(f"layer.{len(pairs)}.k", None)) is not None:
+        values = tensors.pop(f"layer.{len(pairs)}.v", None)
+        if values is None:
+            raise InputError(f"{path}: layer.{len(pairs)}.v is missing")
+        pairs.append((keys, values))
+    if tensors or not pairs:
+        odd = next(iter(sorted(tensors)), "nothing")
+        raise InputError(
+            f"{path}: expected the arrays layer.0.k, layer.0.v, layer.1.k, ..., found {odd}",
+            hint="name them layer.<i>.k and layer.<i>.v, each [heads, tokens, head_dim]",
+        )
+    kv = kv_from_tensors(pairs, ids.tolist() if ids is not None else None)
+    if kv.token_ids is not None and len(kv.token_ids) != kv.tokens:
+        raise InputError(f"{path}: {len(kv.token_ids)} token ids for {kv.tokens} tokens")
+    return kv
+
+
+def _three_dims(tensor: Tensor, what: str) -> Tensor:
+    if tensor.ndim == 4 and tensor.shape[0] == 1:
+        tensor = tensor[0]
+    if tensor.ndim != 3 or not tensor.is_floating_point() or not tensor.numel():
+        raise InputError(f"{what} is {tensor.dtype} {tuple(tensor.shape)}, not floats [heads, tokens, head_dim]")
+    return tensor

@@ -1,0 +1,264 @@
+"""The nouns of a stored cache: what travels between format, codecs, fetch and decode.
+
+Dimension legend, used everywhere: L layers, H KV heads, T tokens, D head dim, N = H * D channels, P page tokens,
+C chunk tokens. Ranges are half-open. Words are those of the SPEC, section 3. Nothing here touches torch or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from lynxkv.packing import plane_row_bytes, radix_group
+
+Dtype = Literal["bf16", "fp16", "fp32"]
+Precision = Literal["anchor", "full"]
+TensorName = Literal["k", "v", "latent"]
+LayerKind = Literal["full", "sliding"]
+
+DTYPE_BYTES: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+PREFIX_BLOCK_TOKENS = 256
+ESCAPE_BYTES = 8
+ALIGNMENT_BYTES = 64
+
+
+def roundup(value: int, multiple: int) -> int:
+    """The least multiple of `multiple` not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawCoding:
+    """Unquantised tokens in the declared dtype (SPEC 8.2)."""
+
+    segment_tokens: int
+    sink_tokens: int = 0
+    scheme: Literal["raw"] = "raw"
+
+    has_residual = False
+
+    def anchor_bytes(self, tokens: int, spec: TensorSpec, dtype: str) -> int:
+        """Raw bytes of a segment of `tokens` tokens."""
+        return tokens * spec.channels * DTYPE_BYTES[dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedCoding:
+    """Codes of fixed width with page and chunk parameters (SPEC 8.3)."""
+
+    anchor_bits: int
+    residual_bits: int
+    codebook: str
+    chunk_tokens: int
+    page_tokens: int
+    group: Literal["channel", "token"]
+    chunk_dtype: Literal["f32", "u8"]
+    offset: bool
+    segment_tokens: int
+    sink_tokens: int
+    scheme: Literal["fixed"] = "fixed"
+
+    @property
+    def has_residual(self) -> bool:
+        return self.residual_bits > 0
+
+    def parts(self, tokens: int, spec: TensorSpec) -> dict[str, int]:
+        """Bytes of each part of an anchor segment, in stored order."""
+        pages = -(-tokens // self.page_tokens) if self.page_tokens else 0
+        chunks = -(-tokens // self.chunk_tokens)
+        chunk_bytes = chunks * (spec.channels if self.group == "channel" else 1) * (4 if self.chunk_dtype == "f32" else 1)
+        return {
+            "page_mean": pages * spec.channels * 4,
+            "page_scale": pages * spec.channels * 4,
+            "chunk_scale": chunk_bytes,
+            "chunk_offset": chunk_bytes if self.offset else 0,
+            "codes": tokens * spec.heads * plane_row_bytes(spec.head_dim, self.anchor_bits),
+        }
+
+    def anchor_bytes(self, tokens: int, spec: TensorSpec, dtype: str) -> int:
+        """Raw bytes of an anchor segment of `tokens` tokens."""
+        return sum(self.parts(tokens, spec).values())
+
+    def residual_bytes(self, tokens: int, spec: TensorSpec) -> int:
+        """Raw bytes of a residual segment of `tokens` tokens."""
+        return tokens * spec.heads * plane_row_bytes(spec.head_dim, self.residual_bits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntropyCoding:
+    """Uniform steps, one byte a symbol, channel-major, entropy-coded by zstd (SPEC 8.4)."""
+
+    radix: int
+    segment_tokens: int
+    sink_tokens: int
+    scheme: Literal["entropy"] = "entropy"
+
+    @property
+    def has_residual(self) -> bool:
+        return self.radix > 1
+
+    def anchor_bytes(self, tokens: int, spec: TensorSpec, dtype: str) -> int:
+        """Raw bytes of an anchor segment of `tokens` tokens, escapes not counted."""
+        return tokens * spec.channels
+
+    def residual_bytes(self, tokens: int, spec: TensorSpec) -> int:
+        """Raw bytes of a residual segment of `tokens` tokens."""
+        group, bits = radix_group(self.radix)
+        return spec.channels * plane_row_bytes(-(-tokens // group), bits)
+
+
+Coding = RawCoding | FixedCoding | EntropyCoding
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """One tensor of one layer: [heads, T, head_dim], stored with `codings[coding]`."""
+
+    heads: int
+    head_dim: int
+    coding: int
+
+    @property
+    def channels(self) -> int:
+        """N = H * D."""
+        return self.heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """One layer: which positions it holds, and its tensors (SPEC 6.1)."""
+
+    kind: LayerKind
+    start: int
+    stop: int
+    tensors: dict[TensorName, TensorSpec]
+    window: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRange:
+    """Positions [start, stop) and the SHA-256 of their ids as u32."""
+
+    start: int
+    stop: int
+    sha256: str
+    stored: bool
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What a cache belongs to (SPEC 9.1); None where unknown."""
+
+    model_id: str | None = None
+    revision: str | None = None
+    fingerprint: str | None = None
+    tokenizer_sha256: str | None = None
+    chat_template_sha256: str | None = None
+    turn: str | None = None
+    rope: dict[str, Any] | None = None
+    adapter: str | None = None
+    salt_sha256: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidualRef:
+    """What the Anchor says of its Residual (SPEC 5.3)."""
+
+    name: str
+    header_sha256: str
+    header_bytes: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentPlan:
+    """A segment of a tensor as the document implies it: coded tokens [first_token, first_token + tokens)."""
+
+    first_token: int
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorRef:
+    """One tensor of a cache, with everything needed to place and decode its segments."""
+
+    ordinal: int
+    layer: int
+    name: TensorName
+    spec: TensorSpec
+    coding: Coding
+    sinks: int
+    coded_tokens: int
+
+    @property
+    def key(self) -> str:
+        """Prefix of the tensor's array names."""
+        return f"layer.{self.layer}.{self.name}"
+
+    def segments(self) -> Iterator[SegmentPlan]:
+        """The segments of the tensor's `anchor`, `raw` or `residual` array, in order (SPEC 5.1 rule 2)."""
+        step = self.coding.segment_tokens
+        for first in range(0, self.coded_tokens, step):
+            yield SegmentPlan(first_token=first, tokens=min(step, self.coded_tokens - first))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheHeader:
+    """The Anchor's document (SPEC 6)."""
+
+    version: str
+    cache_id: str
+    index_sha256: str
+    dtype: Dtype
+    tokens: TokenRange
+    codec_name: str
+    codec_params: dict[str, Any]
+    codings: tuple[Coding, ...]
+    layers: tuple[LayerSpec, ...]
+    residual: ResidualRef | None
+    identity: Identity
+    writer: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def tensors(self) -> tuple[TensorRef, ...]:
+        """All tensors, numbered as in SPEC 4.1: layer by layer, K before V."""
+        return tuple(tensor_refs(self.layers, self.codings))
+
+    @property
+    def elements(self) -> int:
+        """Elements of all tensors, sinks included."""
+        return sum((ref.sinks + ref.coded_tokens) * ref.spec.channels for ref in self.tensors)
+
+    @property
+    def original_bytes(self) -> int:
+        """Bytes of the cache uncompressed in its declared dtype."""
+        return self.elements * DTYPE_BYTES[self.dtype]
+
+
+def tensor_refs(layers: tuple[LayerSpec, ...], codings: tuple[Coding, ...]) -> Iterator[TensorRef]:
+    """Number the tensors of `layers` and work out their sink and coded tokens (SPEC 6.1)."""
+    ordinal = 0
+    for number, layer in enumerate(layers):
+        for name, spec in layer.tensors.items():
+            coding = codings[spec.coding]
+            sinks = min(max(coding.sink_tokens - layer.start, 0), layer.tokens)
+            yield TensorRef(
+                ordinal=ordinal,
+                layer=number,
+                name=name,
+                spec=spec,
+                coding=coding,
+                sinks=sinks,
+                coded_tokens=layer.tokens - sinks,
+            )
+            ordinal += 1

@@ -1,0 +1,98 @@
+"""Quantise any KV tensor without files: the codecs as plain functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lynxkv.codecs import Codec, get_codec
+from lynxkv.errors import InputError, NonFiniteError
+from lynxkv.kernels import Tables, dequantize as dequantize_segment, quantize as quantize_segment
+from lynxkv.kernels.rounding import TORCH_DTYPES, round_to
+from lynxkv.layout import Coding, Dtype, Precision, TensorName, TensorSpec
+
+_DTYPE_NAMES: dict[torch.dtype, Dtype] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantized:
+    """A quantised tensor: raw bytes at both precisions, and what decodes them.
+
+    `shape` is that of the tensor [..., T, D]; leading dims count as heads. `dtype` is what decoding rounds to.
+    """
+
+    anchor: npt.NDArray[np.uint8]
+    residual: npt.NDArray[np.uint8] | None
+    coding: Coding
+    tables: Tables
+    shape: tuple[int, ...]
+    dtype: Dtype
+
+
+def quantize(x: Tensor, codec: str | Codec = "default", *, tensor: TensorName = "k") -> Quantized:
+    """Quantise x [..., T, D] (float32, bfloat16 or float16) as one segment; sink tokens are not treated apart.
+
+    `tensor` says whether x holds keys or values, for codecs that treat them differently.
+
+    Raises:
+        InputError: another dtype, fewer than two dims, or no elements; an unknown codec.
+        NonFiniteError: x holds NaN or infinity.
+    """
+    method = get_codec(codec)
+    if x.ndim < 2 or not x.numel() or x.dtype not in _DTYPE_NAMES:
+        raise InputError(f"cannot quantise {x.dtype} {tuple(x.shape)}", hint="give floats [..., tokens, head_dim]")
+    if not torch.isfinite(x).all():
+        raise NonFiniteError("the tensor holds NaN or infinity")
+    heads = x.reshape(-1, *x.shape[-2:])
+    coding = method.coding(tensor, heads.shape[0] * heads.shape[2])
+    values = heads if coding.scheme == "raw" else heads.to(torch.float32)
+    tables = method.tables(values, tensor)
+    anchor, residual = quantize_segment(values, coding, tables)
+    return Quantized(
+        anchor=anchor,
+        residual=residual,
+        coding=coding,
+        tables=tables,
+        shape=tuple(x.shape),
+        dtype=_DTYPE_NAMES[x.dtype],
+    )
+
+
+def dequantize(quantized: Quantized, precision: Precision = "full") -> Tensor:
+    """The tensor [..., T, D] at this precision, in the dtype it had.
+
+    Raises:
+        ContentError: the bytes are not what the coding allows.
+    """
+    *lead, tokens, dim = quantized.shape
+    heads = int(np.prod(lead)) if lead else 1
+    out = torch.empty(heads, tokens, dim, dtype=TORCH_DTYPES[quantized.dtype])
+    residual = quantized.residual if precision == "full" else None
+    spec = TensorSpec(heads=heads, head_dim=dim, coding=0)
+    dequantize_segment(quantized.anchor, residual, quantized.coding, quantized.tables, spec, quantized.dtype, out)
+    return out.view(quantized.shape)
+
+
+def to_original(x: Tensor, dtype: Dtype, *, where: str) -> Tensor:
+    """x rounded to the declared dtype: what the SPEC calls the original.
+
+    Raises:
+        NonFiniteError: x holds NaN or infinity, or is beyond the dtype's range.
+    """
+    if x.dtype == TORCH_DTYPES[dtype]:
+        original = x
+    else:
+        original = x.to(torch.float32)
+        original = original if dtype == "fp32" else round_to(original, dtype)
+    if not torch.isfinite(x).all():
+        raise NonFiniteError(f"{where} holds NaN or infinity", hint="the prefill overflowed; try another model dtype")
+    if dtype == "fp16" and float(x.abs().max()) > torch.finfo(torch.float16).max:
+        raise NonFiniteError(f"{where} exceeds the range of fp16", hint="use --dtype bf16")
+    return original
+
+
+__all__ = ["Quantized", "dequantize", "quantize", "to_original"]
