@@ -37,8 +37,6 @@ from lynxkv.errors import (
 
 if TYPE_CHECKING:
     from lynxkv.check import check as check
-    from lynxkv.codecs import dequantize as dequantize
-    from lynxkv.codecs import quantize as quantize
     from lynxkv.decode import load as load
     from lynxkv.encode import encode as encode
     from lynxkv.fetch import open as open
@@ -48,6 +46,8 @@ if TYPE_CHECKING:
     from lynxkv.kv import KV as KV
     from lynxkv.models import load_model as load_model
     from lynxkv.models import prefill as prefill
+    from lynxkv.quantization import dequantize as dequantize
+    from lynxkv.quantization import quantize as quantize
     from lynxkv.runner import generate as generate
     from lynxkv.sampling import Sampling as Sampling
     from lynxkv.store import Link as Link
@@ -60,7 +60,7 @@ _LAZY = {
     "Sampling": "lynxkv.sampling",
     "check": "lynxkv.check",
     "compare": "lynxkv.inspect",
-    "dequantize": "lynxkv.codecs",
+    "dequantize": "lynxkv.quantization",
     "encode": "lynxkv.encode",
     "generate": "lynxkv.runner",
     "inspect": "lynxkv.inspect",
@@ -68,7 +68,7 @@ _LAZY = {
     "load_model": "lynxkv.models",
     "open": "lynxkv.fetch",
     "prefill": "lynxkv.models",
-    "quantize": "lynxkv.codecs",
+    "quantize": "lynxkv.quantization",
 }
 
 __all__ = [
@@ -110,7 +110,7 @@ __all__ = [
 class _Package(ModuleType):
     """The package, whose names stay functions when a module of the same name is imported.
 
-    After `import lynxkv.encode` the import system would bind the module to `lynxkv.encode` and hide the function.
+    After `import lynxkv.encode` the import system would bind the module to that name and hide the function.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
