@@ -11,8 +11,6 @@ Names are loaded when first used: `import lynxkv` imports neither torch, numba, 
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lynxkv._version import __version__
@@ -36,37 +34,36 @@ from lynxkv.errors import (
 )
 
 if TYPE_CHECKING:
-    from lynxkv.check import check as check
-    from lynxkv.decode import load as load
-    from lynxkv.encode import encode as encode
-    from lynxkv.fetch import open as open
-    from lynxkv.inspect import compare as compare
-    from lynxkv.inspect import inspect as inspect
+    from lynxkv.decoder import load as load
+    from lynxkv.encoder import encode as encode
+    from lynxkv.fetch import open_cache as open
+    from lynxkv.fidelity import compare as compare
     from lynxkv.integrations.hf import LynxCache as LynxCache
     from lynxkv.kv import KV as KV
     from lynxkv.models import load_model as load_model
     from lynxkv.models import prefill as prefill
     from lynxkv.quantization import dequantize as dequantize
     from lynxkv.quantization import quantize as quantize
+    from lynxkv.report import check as check
+    from lynxkv.report import inspect as inspect
     from lynxkv.runner import generate as generate
     from lynxkv.sampling import Sampling as Sampling
     from lynxkv.store import Link as Link
 
-# name: the module that defines it
+# name: the module that defines it. No module may have a public function's name: importing it would hide the function.
 _LAZY = {
     "KV": "lynxkv.kv",
     "Link": "lynxkv.store",
     "LynxCache": "lynxkv.integrations.hf",
     "Sampling": "lynxkv.sampling",
-    "check": "lynxkv.check",
-    "compare": "lynxkv.inspect",
+    "check": "lynxkv.report",
+    "compare": "lynxkv.fidelity",
     "dequantize": "lynxkv.quantization",
-    "encode": "lynxkv.encode",
+    "encode": "lynxkv.encoder",
     "generate": "lynxkv.runner",
-    "inspect": "lynxkv.inspect",
-    "load": "lynxkv.decode",
+    "inspect": "lynxkv.report",
+    "load": "lynxkv.decoder",
     "load_model": "lynxkv.models",
-    "open": "lynxkv.fetch",
     "prefill": "lynxkv.models",
     "quantize": "lynxkv.quantization",
 }
@@ -107,26 +104,13 @@ __all__ = [
 ]
 
 
-class _Package(ModuleType):
-    """The package, whose names stay functions when a module of the same name is imported.
-
-    After `import lynxkv.encode` the import system would bind the module to that name and hide the function.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, ModuleType) and name in _LAZY:
-            return
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
-
-
 def __getattr__(name: str) -> Any:
-    module = _LAZY.get(name)
-    if module is None:
+    if name == "open":  # the library itself does not shadow the builtin
+        value = importlib.import_module("lynxkv.fetch").open_cache
+    elif name in _LAZY:
+        value = getattr(importlib.import_module(_LAZY[name]), name)
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value
 

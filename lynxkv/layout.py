@@ -143,11 +143,11 @@ class LayerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRange:
-    """Positions [start, stop) and the SHA-256 of their ids as u32."""
+    """Positions [start, stop) and the SHA-256 of their ids as u32, None if the ids are not known."""
 
     start: int
     stop: int
-    sha256: str
+    sha256: str | None
     stored: bool
 
     @property
@@ -233,6 +233,12 @@ class CacheHeader:
     def tensors(self) -> tuple[TensorRef, ...]:
         """All tensors, numbered as in SPEC 4.1: layer by layer, K before V."""
         return tuple(tensor_refs(self.layers, self.codings))
+
+    @property
+    def prefix_blocks(self) -> int:
+        """Whole blocks that have prefix digests (SPEC 9.2)."""
+        known = self.tokens.start == 0 and self.tokens.sha256 is not None
+        return self.tokens.stop // PREFIX_BLOCK_TOKENS if known else 0
 
     @property
     def elements(self) -> int:

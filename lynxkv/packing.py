@@ -1,4 +1,4 @@
-"""Packed rows of codes and radix groups (SPEC 8.1 and 8.4), in numpy: sizes, packing, unpacking."""
+"""Packed rows, radix groups and symbols (SPEC 8.1 and 8.4) in numpy: sizes, packing, unpacking."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 U8 = npt.NDArray[np.uint8]
+I32 = npt.NDArray[np.int32]
 
 MAX_RADIX = 32
+SYMBOL_ZERO = 127
+SYMBOL_ESCAPE = 255
+INDEX_LIMIT = 1 << 18
+_ESCAPE_DTYPE = np.dtype([("position", "<u4"), ("value", "<i4")])
 
 
 @cache
@@ -102,3 +107,32 @@ def unpack_digits(data: U8, rows: int, count: int, radix: int) -> U8:
     if digits[:, count:].any():
         raise ValueError("padding digits are not zero")
     return digits[:, :count]
+
+
+def pack_symbols(index: I32) -> U8:
+    """One byte for each index, row by row, then position and value of those that do not fit (SPEC 8.4)."""
+    flat = index.reshape(-1)
+    positions = np.flatnonzero(np.abs(flat) > SYMBOL_ZERO)
+    symbols = (flat + SYMBOL_ZERO).astype(np.uint8)
+    symbols[positions] = SYMBOL_ESCAPE
+    escapes = np.empty(positions.size, _ESCAPE_DTYPE)
+    escapes["position"], escapes["value"] = positions, flat[positions]
+    return np.concatenate([symbols, escapes.view(np.uint8)])
+
+
+def unpack_symbols(data: U8, count: int) -> I32:
+    """Undo `pack_symbols`: `count` indices.
+
+    Raises:
+        ValueError: escapes are not exactly where the escape symbols are, or a value is out of range.
+    """
+    symbols = data[:count]
+    escapes = data[count:].view(_ESCAPE_DTYPE)
+    positions = escapes["position"].astype(np.int64)
+    if not np.array_equal(np.flatnonzero(symbols == SYMBOL_ESCAPE), positions):
+        raise ValueError("escapes are not at the escape symbols")
+    if np.any((escapes["value"] <= -INDEX_LIMIT) | (escapes["value"] >= INDEX_LIMIT)):
+        raise ValueError("an escape is out of range")
+    index = symbols.astype(np.int32) - SYMBOL_ZERO
+    index[positions] = escapes["value"]
+    return index

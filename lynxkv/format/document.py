@@ -129,11 +129,11 @@ def parse_anchor_document(text: str, *, what: str) -> CacheHeader:
     span = TokenRange(
         start=tokens.integer("start", 0, limits.MAX_TOKENS),
         stop=tokens.integer("stop", 1, limits.MAX_TOKENS),
-        sha256=tokens.hex64("sha256"),
+        sha256=tokens.optional("sha256", tokens.hex64),
         stored=tokens.boolean("stored"),
     )
-    if span.start >= span.stop:
-        raise HeaderError(f"{what}: the token range [{span.start}, {span.stop}) is empty")
+    if span.start >= span.stop or (span.stored and span.sha256 is None):
+        raise HeaderError(f"{what}: the token range [{span.start}, {span.stop}) is empty, or stored ids have no digest")
     dtype = fields.one_of("dtype", tuple(DTYPE_BYTES))
     codings = tuple(
         _coding(Fields(item, f"{what}.codings[{i}]"), dtype)

@@ -14,7 +14,6 @@ from lynxkv.format.limits import MAX_RAW_BYTES
 from lynxkv.layout import (
     ALIGNMENT_BYTES,
     ESCAPE_BYTES,
-    PREFIX_BLOCK_TOKENS,
     CacheHeader,
     EntropyCoding,
     FixedCoding,
@@ -80,9 +79,8 @@ def _typed(name: str, part: str, dtype: str, shape: tuple[int, ...], tensor: Ten
 
 def anchor_plans(header: CacheHeader) -> Iterator[ArrayPlan]:
     """The indexed arrays of the Anchor, in file order (SPEC 4.6)."""
-    blocks = header.tokens.stop // PREFIX_BLOCK_TOKENS
-    if header.tokens.start == 0 and blocks:
-        yield _typed("prefix_sha256", "prefix", "U8", (blocks, 32))
+    if header.prefix_blocks:
+        yield _typed("prefix_sha256", "prefix", "U8", (header.prefix_blocks, 32))
     yield from _codebook_plans(header)
     if any(isinstance(ref.coding, EntropyCoding) for ref in header.tensors):
         yield _typed("steps", "steps", "F32", (len(header.tensors), 2))

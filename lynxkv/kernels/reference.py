@@ -13,17 +13,12 @@ import torch
 from torch import Tensor
 
 from lynxkv.errors import ContentError
-from lynxkv.format.limits import ESCAPE_LIMIT
 from lynxkv.kernels.rounding import TORCH_DTYPES, round_to
 from lynxkv.kernels.tables import EntropyTables, FixedTables, Tables
 from lynxkv.layout import Coding, EntropyCoding, FixedCoding, RawCoding, TensorSpec
-from lynxkv.packing import pack_digits, pack_rows, unpack_digits, unpack_rows
+from lynxkv.packing import pack_digits, pack_rows, pack_symbols, unpack_digits, unpack_rows, unpack_symbols
 
 U8 = npt.NDArray[np.uint8]
-
-SYMBOL_ZERO = 127
-SYMBOL_ESCAPE = 255
-_ESCAPE_DTYPE = np.dtype([("position", "<u4"), ("value", "<i4")])
 
 
 def quantize(x: Tensor, coding: Coding, tables: Tables) -> tuple[U8, U8 | None]:
@@ -179,13 +174,7 @@ def quantize_entropy(x: Tensor, coding: EntropyCoding, tables: EntropyTables) ->
     rows = x.transpose(1, 2).reshape(heads * dim, tokens)
     y = ((rows - mean[:, None]) / float(tables.step))[order]
     q = torch.round(y)
-    index = q.to(torch.int32).numpy()
-    outside = np.abs(index) > SYMBOL_ZERO
-    symbols = np.where(outside, SYMBOL_ESCAPE, index + SYMBOL_ZERO).astype(np.uint8).reshape(-1)
-    positions = np.flatnonzero(outside)
-    escapes = np.empty(positions.size, _ESCAPE_DTYPE)
-    escapes["position"], escapes["value"] = positions, index.reshape(-1)[positions]
-    anchor = np.concatenate([symbols, escapes.view(np.uint8)])
+    anchor = pack_symbols(q.to(torch.int32).numpy())
     if coding.radix == 1:
         return anchor, None
     digit = torch.floor((y - q + 0.5) * coding.radix).clamp_(0, coding.radix - 1)
@@ -196,24 +185,15 @@ def dequantize_entropy(
     anchor: U8, residual: U8 | None, coding: EntropyCoding, tables: EntropyTables, spec: TensorSpec, tokens: int
 ) -> Tensor:
     """f32 values [H, T, D] of an entropy-coded segment."""
-    count = spec.channels * tokens
-    symbols = anchor[:count]
-    index = symbols.astype(np.int32) - SYMBOL_ZERO
-    escapes = anchor[count:].view(_ESCAPE_DTYPE)
-    positions = escapes["position"].astype(np.int64)
-    if not np.array_equal(np.flatnonzero(symbols == SYMBOL_ESCAPE), positions):
-        raise ContentError("the escapes are not at the escape symbols")
-    if np.any((escapes["value"] <= -ESCAPE_LIMIT) | (escapes["value"] >= ESCAPE_LIMIT)):
-        raise ContentError("an escape is out of range")
-    index[positions] = escapes["value"]
     step = tables.step
-    if residual is not None:
-        try:
+    try:
+        index = unpack_symbols(anchor, spec.channels * tokens)
+        if residual is not None:
             digits = unpack_digits(residual, spec.channels, tokens, coding.radix)
-        except ValueError as error:
-            raise ContentError(str(error)) from error
-        index = 2 * (index * coding.radix + digits.reshape(-1)) - (coding.radix - 1)
-        step = tables.half_step
+            index = 2 * (index * coding.radix + digits.reshape(-1)) - (coding.radix - 1)
+            step = tables.half_step
+    except ValueError as error:
+        raise ContentError(str(error)) from error
     order = torch.from_numpy(tables.order.astype(np.int64))
     value = torch.from_numpy(index).view(spec.channels, tokens).to(torch.float32)
     value = value * float(step)
@@ -229,4 +209,7 @@ def _bytes(tensor: Tensor) -> U8:
 
 
 def _floats(data: U8) -> Tensor:
-    return torch.from_numpy(data.copy()).view(torch.float32)
+    values = torch.from_numpy(data.copy()).view(torch.float32)
+    if not torch.isfinite(values).all():
+        raise ContentError("page or chunk parameters are not finite")
+    return values

@@ -1,0 +1,205 @@
+"""Checked segments to KV tensors, in place: the Anchor makes a cache, the Residual refines it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lynxkv.errors import ContentError
+from lynxkv.fetch import SegmentPayload, open_cache
+from lynxkv.format.content import check_content
+from lynxkv.format.index import Segment
+from lynxkv.kernels import EntropyTables, FixedTables, Tables, dequantize
+from lynxkv.kernels.rounding import TORCH_DTYPES
+from lynxkv.kv import KV, KVLayer
+from lynxkv.layout import CacheHeader, EntropyCoding, FixedCoding, Precision, TensorName, TensorRef
+from lynxkv.store import Link
+
+U8 = npt.NDArray[np.uint8]
+F32 = npt.NDArray[np.float32]
+
+
+class Destination(Protocol):
+    """Where decoded tensors go: a live cache, or plain tensors."""
+
+    def target(self, layer: int, tensor: TensorName) -> Tensor:
+        """A view [H, stop - start, D], any float dtype, for the positions [start, stop) that the layer holds."""
+        ...
+
+
+@dataclass
+class _Shared:
+    """Arrays of the Anchor that come before the codes they explain."""
+
+    codebooks: dict[str, F32] = field(default_factory=dict)
+    steps: F32 | None = None
+    means: dict[int, F32] = field(default_factory=dict)
+    orders: dict[int, npt.NDArray[np.uint16]] = field(default_factory=dict)
+
+
+class CacheDecoder:
+    """Decodes segments into a destination, and keeps the anchor codes that refining needs.
+
+    Segments may only come checked, from `SegmentStream`. Not thread-safe: one thread decodes, between model steps.
+    """
+
+    def __init__(self, header: CacheHeader, destination: Destination) -> None:
+        self.header = header
+        self._destination = destination
+        self._shared = _Shared()
+        self._tables: dict[int, Tables] = {}
+        self._codes: dict[tuple[int, int], U8] = {}
+        self._anchor_left = sum(sum(1 for _ in ref.segments()) for ref in header.tensors)
+        self._full_left = sum(
+            sum(1 for _ in ref.segments()) for ref in header.tensors if ref.coding.has_residual
+        )
+
+    @property
+    def complete_anchor(self) -> bool:
+        """Whether every element holds at least anchor precision."""
+        return self._anchor_left == 0
+
+    @property
+    def complete_full(self) -> bool:
+        """Whether every element holds full precision."""
+        return self._anchor_left == 0 and self._full_left == 0
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of anchor codes kept for refining."""
+        return sum(codes.nbytes for codes in self._codes.values())
+
+    def anchor(self, payload: SegmentPayload) -> None:
+        """Take one segment of the Anchor, in file order.
+
+        Raises:
+            ContentError: it holds what the SPEC forbids.
+        """
+        segment, raw = payload.segment, payload.raw
+        part, ref = segment.plan.part, segment.plan.tensor
+        if part in ("anchor", "raw"):
+            assert ref is not None and segment.tokens is not None
+            self._dequantize(ref, segment, raw, None)
+            self._anchor_left -= 1
+            if ref.coding.has_residual:
+                self._codes[ref.ordinal, segment.tokens.first_token] = raw
+            return
+        check_content(self.header, segment, raw)
+        if part == "sink":
+            assert ref is not None
+            sink = torch.from_numpy(raw.copy()).view(TORCH_DTYPES[self.header.dtype])
+            sink = sink.view(ref.sinks, ref.spec.heads, ref.spec.head_dim)
+            self._destination.target(ref.layer, ref.name)[:, : ref.sinks].copy_(sink.transpose(0, 1))
+        elif part == "mean":
+            assert ref is not None
+            self._shared.means[ref.ordinal] = (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
+        elif part == "order":
+            assert ref is not None
+            self._shared.orders[ref.ordinal] = raw.view("<u2")
+        elif part == "steps":
+            self._shared.steps = raw.view("<f4").reshape(-1, 2)
+        elif part == "codebook":
+            self._shared.codebooks[segment.plan.name] = raw.view("<f4")
+
+    def refine(self, payload: SegmentPayload) -> None:
+        """Take one segment of the Residual: the tokens it covers go to full precision, in place.
+
+        Raises:
+            ContentError: it holds what the SPEC forbids.
+        """
+        segment = payload.segment
+        ref = segment.plan.tensor
+        assert ref is not None and segment.tokens is not None
+        # Freed as refined: the codes are not needed again.
+        codes = self._codes.pop((ref.ordinal, segment.tokens.first_token))
+        self._dequantize(ref, segment, codes, payload.raw)
+        self._full_left -= 1
+
+    def _dequantize(self, ref: TensorRef, segment: Segment, anchor: U8, residual: U8 | None) -> None:
+        assert segment.tokens is not None
+        start = ref.sinks + segment.tokens.first_token
+        out = self._destination.target(ref.layer, ref.name)[:, start : start + segment.tokens.tokens]
+        try:
+            dequantize(anchor, residual, ref.coding, self._tables_of(ref), ref.spec, self.header.dtype, out)
+        except ContentError as error:
+            raise ContentError(f"{segment.plan.name} at token {start}: {error.message}") from error
+
+    def _tables_of(self, ref: TensorRef) -> Tables:
+        if ref.ordinal not in self._tables:
+            self._tables[ref.ordinal] = self._build_tables(ref)
+        return self._tables[ref.ordinal]
+
+    def _build_tables(self, ref: TensorRef) -> Tables:
+        shared = self._shared
+        if isinstance(ref.coding, EntropyCoding):
+            assert shared.steps is not None
+            step, half_step = shared.steps[ref.ordinal]
+            return EntropyTables(
+                mean=shared.means[ref.ordinal], order=shared.orders[ref.ordinal], step=step, half_step=half_step
+            )
+        if isinstance(ref.coding, FixedCoding):
+            prefix = f"codebook.{ref.coding.codebook}"
+            return FixedTables(
+                anchor=shared.codebooks[f"{prefix}.anchor"],
+                full=shared.codebooks.get(f"{prefix}.full"),
+                scale=shared.codebooks.get(f"{prefix}.scale"),
+                offset=shared.codebooks.get(f"{prefix}.offset"),
+            )
+        return None
+
+
+class KVDestination:
+    """Plain tensors in the cache's declared dtype."""
+
+    def __init__(self, header: CacheHeader) -> None:
+        dtype = TORCH_DTYPES[header.dtype]
+        self.kv = KV(
+            layers=[
+                KVLayer(
+                    tensors={
+                        name: torch.empty(spec.heads, layer.tokens, spec.head_dim, dtype=dtype)
+                        for name, spec in layer.tensors.items()
+                    },
+                    start=layer.start,
+                    stop=layer.stop,
+                    kind=layer.kind,
+                    window=layer.window,
+                )
+                for layer in header.layers
+            ],
+            start=header.tokens.start,
+            stop=header.tokens.stop,
+        )
+
+    def target(self, layer: int, tensor: TensorName) -> Tensor:
+        """The tensor itself, [H, T, D]."""
+        return self.kv.layers[layer].tensors[tensor]
+
+
+def load(url: str, *, precision: Precision = "full", link: Link | None = None) -> KV:
+    """Fetch and decode a whole cache; tensors are [H, T, D] in the cache's declared dtype.
+
+    Raises:
+        CacheNotFoundError, FetchError: the store cannot deliver it.
+        FormatError: it is damaged.
+    """
+    with open_cache(url, link=link) as reader:
+        destination = KVDestination(reader.header)
+        decoder = CacheDecoder(reader.header, destination)
+        _drain(reader.stream_anchor(), decoder.anchor)
+        if precision == "full" and reader.header.residual is not None:
+            _drain(reader.start_residual(), decoder.refine)
+        ids = reader.token_ids()
+        destination.kv.token_ids = ids.tolist() if ids is not None else None
+    return destination.kv
+
+
+def _drain(payloads: Iterable[SegmentPayload], take: Callable[[SegmentPayload], None]) -> None:
+    for payload in payloads:
+        take(payload)

@@ -1,0 +1,250 @@
+"""KV tensors to a published cache: quantise segment by segment, seal, lay out, publish."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lynxkv.codecs import Codec, get_codec
+from lynxkv.errors import InputError
+from lynxkv.format.document import VERSION
+from lynxkv.format.limits import MAX_CHANNELS, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS
+from lynxkv.format.write import Payload, Shard, build_shards, payload
+from lynxkv.kernels import EntropyTables, quantize
+from lynxkv.kv import KV
+from lynxkv.layout import (
+    DTYPE_BYTES,
+    PREFIX_BLOCK_TOKENS,
+    CacheHeader,
+    Coding,
+    Dtype,
+    EntropyCoding,
+    Identity,
+    LayerSpec,
+    TensorName,
+    TensorRef,
+    TensorSpec,
+    TokenRange,
+)
+from lynxkv.quantization import to_original
+from lynxkv.store import Store
+
+U8 = npt.NDArray[np.uint8]
+Progress = Callable[[str, int, int], None]
+"""Called with the name of the work, how much is done and how much there is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedCache:
+    """Both shards of a cache, laid out and ready to be written."""
+
+    header: CacheHeader
+    anchor: Shard
+    residual: Shard | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeReport:
+    """What `encode` published."""
+
+    url: str
+    cache_id: str
+    tokens: int
+    bytes_anchor: int
+    bytes_residual: int
+    bytes_original: int
+
+
+def encode(
+    kv: KV,
+    url: str,
+    *,
+    codec: str | Codec = "default",
+    dtype: Dtype = "bf16",
+    identity: Identity | None = None,
+    store_token_ids: bool = True,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> EncodeReport:
+    """Encode a KV cache and publish it at `url`, which ends in `.lynx`.
+
+    Keys and values are first rounded to `dtype`; that is the original which all errors count from. `store_token_ids`
+    False keeps only the digests of the token ids.
+
+    Raises:
+        CacheExistsError: there is a cache at `url` and `overwrite` is false.
+        NonFiniteError: a layer holds NaN or infinity.
+        InputError: shapes that cannot be represented, an unknown codec.
+        StoreError: writing failed; nothing is half-published.
+    """
+    store = Store(url)
+    store.check_target(overwrite=overwrite)
+    cache = encode_shards(
+        kv, codec=codec, dtype=dtype, identity=identity, store_token_ids=store_token_ids, progress=progress
+    )
+    ref = cache.header.residual
+    residual = (ref.name, cache.residual) if ref is not None and cache.residual is not None else None
+    store.publish(cache.anchor, residual, overwrite=overwrite)
+    return EncodeReport(
+        url=store.url,
+        cache_id=cache.header.cache_id,
+        tokens=cache.header.tokens.count,
+        bytes_anchor=cache.anchor.bytes,
+        bytes_residual=cache.residual.bytes if cache.residual else 0,
+        bytes_original=cache.header.original_bytes,
+    )
+
+
+def encode_shards(
+    kv: KV,
+    *,
+    codec: str | Codec = "default",
+    dtype: Dtype = "bf16",
+    identity: Identity | None = None,
+    store_token_ids: bool = True,
+    progress: Progress | None = None,
+) -> EncodedCache:
+    """Encode a KV cache in memory; see `encode`."""
+    method = get_codec(codec)
+    if dtype not in DTYPE_BYTES:
+        raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+    if dtype == "fp32" and method.name != "raw":
+        raise InputError("fp32 goes with the codec raw only", hint="use --dtype bf16, or --codec raw")
+    header = _describe(kv, method, dtype, identity or Identity(), store_token_ids)
+    anchor: dict[str, list[Payload]] = {}
+    residual: dict[str, list[Payload]] = {}
+    steps = np.zeros((len(header.tensors), 2), np.float32)
+    for ref in header.tensors:
+        x = kv.layers[ref.layer].tensors[ref.name].detach()
+        tables = _encode_tensor(ref, x, method, dtype, anchor, residual)
+        if isinstance(tables, EntropyTables):
+            steps[ref.ordinal] = tables.step, tables.half_step
+        if progress:
+            progress("quantise", ref.ordinal + 1, len(header.tensors))
+    anchor["steps"] = [payload(_u8(steps), may_compress=False)]
+    for name, values in method.codebooks().items():
+        anchor[f"codebook.{name}"] = [payload(_u8(values), may_compress=False)]
+    if kv.token_ids is not None:
+        ids = np.asarray(kv.token_ids, np.uint32)
+        anchor["token_ids"] = [payload(_u8(ids), may_compress=False)]
+        anchor["prefix_sha256"] = [payload(prefix_digests(ids, header.identity), may_compress=False)]
+    header, anchor_shard, residual_shard = build_shards(header, anchor, residual)
+    return EncodedCache(header=header, anchor=anchor_shard, residual=residual_shard)
+
+
+def prefix_digests(ids: npt.NDArray[np.uint32], identity: Identity) -> U8:
+    """Chained digests [blocks, 32] of every whole block of 256 token ids (SPEC 9.2)."""
+    seed = [identity.fingerprint or "", identity.adapter or "", identity.salt_sha256 or ""]
+    digest = hashlib.sha256("\n".join(["lynxkv-prefix-1", *seed]).encode()).digest()
+    out = []
+    for start in range(0, len(ids) // PREFIX_BLOCK_TOKENS * PREFIX_BLOCK_TOKENS, PREFIX_BLOCK_TOKENS):
+        block = ids[start : start + PREFIX_BLOCK_TOKENS].astype("<u4").tobytes()
+        digest = hashlib.sha256(digest + block).digest()
+        out.append(digest)
+    return np.frombuffer(b"".join(out), np.uint8).reshape(-1, 32)
+
+
+def _encode_tensor(
+    ref: TensorRef,
+    x: Tensor,
+    method: Codec,
+    dtype: Dtype,
+    anchor: dict[str, list[Payload]],
+    residual: dict[str, list[Payload]],
+) -> object:
+    original = to_original(x, dtype, where=f"layer {ref.layer} {ref.name}")
+    if ref.sinks:
+        sink = original[:, : ref.sinks].transpose(0, 1)
+        anchor[f"{ref.key}.sink"] = [payload(_tensor_u8(sink), may_compress=False)]
+    if not ref.coded_tokens:
+        return None
+    raw_coding = ref.coding.scheme == "raw"
+    coded = original[:, ref.sinks :]
+    coded = coded if raw_coding else coded.to(torch.float32)
+    tables = method.tables(coded, ref.name)
+    if isinstance(tables, EntropyTables):
+        mean = (tables.mean.view(np.uint32) >> 16).astype(np.uint16)
+        anchor[f"{ref.key}.mean"] = [payload(_u8(mean), may_compress=False)]
+        anchor[f"{ref.key}.order"] = [payload(_u8(tables.order), may_compress=False)]
+    anchors, residuals = [], []
+    for plan in ref.segments():
+        part = coded[:, plan.first_token : plan.first_token + plan.tokens]
+        first, second = quantize(part, ref.coding, tables)
+        anchors.append(payload(first, may_compress=not raw_coding))
+        if second is not None:
+            residuals.append(payload(second, may_compress=True))
+    anchor[f"{ref.key}.{'raw' if raw_coding else 'anchor'}"] = anchors
+    if residuals:
+        residual[f"{ref.key}.residual"] = residuals
+    return tables
+
+
+def _describe(kv: KV, method: Codec, dtype: Dtype, identity: Identity, store_token_ids: bool) -> CacheHeader:
+    """The header of the cache to be, digests still empty."""
+    if not kv.layers or kv.tokens < 1:
+        raise InputError("the cache is empty", hint="a cache needs at least one layer and one token")
+    if len(kv.layers) > MAX_LAYERS:
+        raise InputError(f"{len(kv.layers)} layers are over {MAX_LAYERS}")
+    codings: list[Coding] = []
+    layers = []
+    for number, layer in enumerate(kv.layers):
+        tensors: dict[TensorName, TensorSpec] = {}
+        for name, tensor in sorted(layer.tensors.items()):
+            heads, tokens, dim = tensor.shape
+            where = f"layer {number} {name}"
+            if tokens != layer.stop - layer.start:
+                raise InputError(f"{where} has {tokens} tokens for positions [{layer.start}, {layer.stop})")
+            if heads > MAX_HEADS or dim > MAX_HEAD_DIM or heads * dim > MAX_CHANNELS:
+                raise InputError(f"{where}: {heads} heads of {dim} are over the format's limits")
+            coding = method.coding(name, heads * dim)
+            if coding not in codings:
+                codings.append(coding)
+            tensors[name] = TensorSpec(heads=heads, head_dim=dim, coding=codings.index(coding))
+        layers.append(
+            LayerSpec(kind=layer.kind, window=layer.window, start=layer.start, stop=layer.stop, tensors=tensors)
+        )
+    ids = np.asarray(kv.token_ids, "<u4") if kv.token_ids is not None else None
+    if ids is not None and len(ids) != kv.tokens:
+        raise InputError(f"{len(ids)} token ids for {kv.tokens} tokens")
+    return CacheHeader(
+        version=VERSION,
+        cache_id="",
+        index_sha256="",
+        dtype=dtype,
+        tokens=TokenRange(
+            start=kv.start,
+            stop=kv.stop,
+            sha256=hashlib.sha256(ids.tobytes()).hexdigest() if ids is not None else None,
+            stored=ids is not None and store_token_ids,
+        ),
+        codec_name=method.name,
+        codec_params=method.params(),
+        codings=tuple(codings),
+        layers=tuple(layers),
+        residual=None,
+        identity=identity,
+        writer={"tool": "lynxkv", "version": _version()},
+    )
+
+
+def _version() -> str:
+    try:
+        return version("lynxkv")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _u8(values: npt.NDArray[np.generic]) -> U8:
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+
+
+def _tensor_u8(tensor: Tensor) -> U8:
+    flat: U8 = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    return flat

@@ -1,0 +1,1 @@
+"""Bridges to model libraries. Nothing else in lynxkv depends on one being installed."""

@@ -1,0 +1,8 @@
+"""Hugging Face transformers: models, live caches and chat templates."""
+
+from lynxkv.integrations.hf.cache import LynxCache, LynxLayer
+from lynxkv.integrations.hf.model import Model, load_checkpoint
+from lynxkv.integrations.hf.templates import open_turn, suffix
+from lynxkv.models import load_model, prefill
+
+__all__ = ["LynxCache", "LynxLayer", "Model", "load_checkpoint", "load_model", "open_turn", "prefill", "suffix"]

@@ -1,0 +1,221 @@
+"""A transformers model as lynxkv sees it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from lynxkv.checkpoints import Checkpoint
+from lynxkv.errors import InputError, UnsupportedModelError
+from lynxkv.identity import EDGE_BYTES, Digests, TensorEdges, fingerprint, text_sha256
+from lynxkv.integrations.hf import support
+from lynxkv.integrations.hf.cache import ROLLBACK_TOKENS, LynxCache
+from lynxkv.integrations.hf.quiet import quiet
+from lynxkv.layout import Identity, LayerSpec
+from lynxkv.models import CHUNK_TOKENS, LayerShape
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A decoder-only model, its tokenizer and its identity. Make one with `load_model` or `Model.wrap`."""
+
+    hf: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    identity: Identity
+    shapes: tuple[LayerShape, ...]
+    context_tokens: int | None
+    eos_token_ids: frozenset[int]
+    cache_argument: str = field(default="past_key_values")
+
+    @classmethod
+    def wrap(
+        cls,
+        hf: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        model_id: str | None = None,
+        revision: str | None = None,
+        digests: Digests | None = None,
+    ) -> Model:
+        """Use a model that is in memory already; without `digests` they are taken from its weights.
+
+        Raises:
+            UnsupportedModelError: its layers do not keep K and V per head.
+        """
+        support.refuse_unsupported(hf.config)
+        hf.eval()
+        argument = "cache" if "cache" in inspect.signature(hf.forward).parameters else "past_key_values"
+        digests = digests or memory_digests(hf, tokenizer)
+        return cls(
+            hf=hf,
+            tokenizer=tokenizer,
+            identity=Identity(
+                model_id=model_id,
+                revision=revision,
+                fingerprint=digests.fingerprint,
+                tokenizer_sha256=digests.tokenizer_sha256,
+                chat_template_sha256=digests.chat_template_sha256,
+                turn="open" if tokenizer.chat_template else "none",
+                rope=support.rope_identity(hf.config),
+            ),
+            shapes=_layer_shapes(hf, argument),
+            context_tokens=support.context_tokens(hf.config),
+            eos_token_ids=_eos_token_ids(hf, tokenizer),
+            cache_argument=argument,
+        )
+
+    @property
+    def vocab_tokens(self) -> int:
+        """Rows of the embedding: every id below is one the model can take."""
+        return int(self.hf.get_input_embeddings().weight.shape[0])
+
+    def layer_specs(self) -> tuple[LayerShape, ...]:
+        """Kind, window and tensor shapes of each layer, as a forward pass shows them."""
+        return self.shapes
+
+    def new_cache(
+        self,
+        tokens: int,
+        new_tokens: int,
+        *,
+        layers: Sequence[LayerSpec] | None = None,
+        rollback_tokens: int = ROLLBACK_TOKENS,
+    ) -> LynxCache:
+        """See `LynxCache.allocate`."""
+        return LynxCache.allocate(self, tokens, new_tokens, layers=layers, rollback_tokens=rollback_tokens)
+
+    @torch.inference_mode()
+    def step(self, cache: Any, token_ids: Sequence[int], *, rows: int = 1) -> Tensor:
+        """Run `token_ids` after what `cache` holds; logits f32 [rows, V] of the last `rows` positions.
+
+        Long inputs run in chunks of 512 tokens, so that masks and activations stay small.
+        """
+        start = 0
+        while len(token_ids) - start - CHUNK_TOKENS >= max(rows, 1):
+            self._forward(cache, token_ids[start : start + CHUNK_TOKENS], 1)
+            start += CHUNK_TOKENS
+        return self._forward(cache, token_ids[start:], rows)[0].float()
+
+    def _forward(self, cache: Any, token_ids: Sequence[int], rows: int) -> Tensor:
+        ids = torch.tensor([list(token_ids)], device=self.hf.device)
+        output = self.hf(ids, use_cache=True, logits_to_keep=rows, **{self.cache_argument: cache})
+        logits: Tensor = output.logits[:, -rows:]
+        return logits
+
+    def to_text(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids`, special tokens left out."""
+        return str(
+            self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
+
+
+def load_checkpoint(checkpoint: Checkpoint, *, dtype: str = "float32", device: str = "cpu") -> Model:
+    """Load a resolved checkpoint without touching the network.
+
+    Raises:
+        InputError: the folder cannot be loaded, it has no tokenizer, or `dtype` or `device` is unknown.
+        UnsupportedModelError: told from the configuration, before weights are read.
+    """
+    if dtype not in DTYPES:
+        raise InputError(f"dtype {dtype} is unknown", hint=f"use one of {', '.join(DTYPES)}")
+    folder = str(checkpoint.folder)
+    with quiet():
+        try:
+            support.refuse_unsupported(AutoConfig.from_pretrained(folder, local_files_only=True))
+            tokenizer = _load_tokenizer(folder)
+            hf = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=DTYPES[dtype], local_files_only=True, use_safetensors=True
+            ).to(device)
+        except InputError:
+            raise
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            raise InputError(
+                f"cannot load the model in {folder}: {str(error).splitlines()[0]}",
+                hint="check that the folder is a complete Hugging Face model and that the device exists",
+            ) from error
+    return Model.wrap(
+        hf,
+        tokenizer,
+        model_id=checkpoint.model_id,
+        revision=checkpoint.revision,
+        digests=checkpoint.digests,
+    )
+
+
+def _load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        # Tokenizer libraries raise bare Exception for files they cannot parse.
+        raise InputError(f"{folder} has no tokenizer that loads", hint="add tokenizer.json to the folder") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerBase) or not len(tokenizer):
+        raise InputError(f"{folder} has no tokenizer that loads", hint="add tokenizer.json to the folder")
+    return tokenizer
+
+
+def memory_digests(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Digests:
+    """Digests of a model that has no files: from its configuration and state dict."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return Digests(
+        fingerprint=fingerprint(hf.config.to_dict(), map(_edges, hf.state_dict().keys(), hf.state_dict().values())),
+        tokenizer_sha256=text_sha256(backend.to_str() if backend is not None else str(sorted(tokenizer.get_vocab()))),
+        chat_template_sha256=text_sha256(tokenizer.chat_template or None),
+    )
+
+
+def _edges(name: str, tensor: Tensor) -> TensorEdges:
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return TensorEdges(
+        name=name,
+        dtype=str(tensor.dtype),
+        shape=tuple(tensor.shape),
+        first=data[:EDGE_BYTES].tobytes(),
+        last=data[-EDGE_BYTES:].tobytes(),
+    )
+
+
+@torch.inference_mode()
+def _layer_shapes(hf: PreTrainedModel, argument: str) -> tuple[LayerShape, ...]:
+    """What one token leaves in a stock cache: the only statement on shapes that every family makes alike."""
+    cache = DynamicCache(config=hf.config)
+    hf(torch.zeros(1, 1, dtype=torch.long, device=hf.device), use_cache=True, logits_to_keep=1, **{argument: cache})
+    shapes = []
+    for number, (layer, window) in enumerate(zip(cache.layers, support.layer_windows(hf.config), strict=True)):
+        keys, values = layer.keys, layer.values
+        if keys is None or values is None or keys.ndim != 4 or keys.shape[-2] != 1 or values.shape[-2] != 1:
+            raise UnsupportedModelError(
+                f"layer {number} of this {hf.config.model_type} model keeps no K and V per head",
+                hint="use a decoder-only model such as Llama, Qwen, Mistral or Gemma",
+            )
+        shapes.append(
+            LayerShape(
+                kind="full" if window is None else "sliding",
+                window=window,
+                tensors={"k": (keys.shape[1], keys.shape[3]), "v": (values.shape[1], values.shape[3])},
+            )
+        )
+    return tuple(shapes)
+
+
+def _eos_token_ids(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """All ids that end a text: of the generation settings, the configuration and the tokenizer."""
+    ids: set[int] = set()
+    for source in (hf.generation_config, support.text_config(hf.config), tokenizer):
+        stated = getattr(source, "eos_token_id", None)
+        ids.update(stated if isinstance(stated, list | tuple) else [] if stated is None else [stated])
+    return frozenset(ids)

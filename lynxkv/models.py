@@ -1,0 +1,143 @@
+"""What lynxkv asks of a model, loading one, and prefilling a prompt with it.
+
+`draft`, `runner` and `prefill` know a model through the two protocols here; `integrations` provide them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from lynxkv.checkpoints import Report, resolve
+from lynxkv.errors import InputError
+from lynxkv.kv import KV
+from lynxkv.layout import Identity, LayerKind, LayerSpec, TensorName
+
+if TYPE_CHECKING:
+    from lynxkv.integrations.hf import Model
+
+CHUNK_TOKENS = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """One layer of a model: its attention kind, and (heads, head_dim) of each tensor it keeps."""
+
+    kind: LayerKind
+    window: int | None
+    tensors: dict[TensorName, tuple[int, int]]
+
+
+class LiveCache(Protocol):
+    """The cache a model decodes on: buffers of fixed place that are written, refined and rolled back in place."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens held, counted from position 0."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+
+    def target(self, layer: int, tensor: TensorName) -> Tensor:
+        """The view [H, stop - start, D] that a stored layer decodes into."""
+
+    def rollback(self, tokens: int) -> None:
+        """Forget all but the first `tokens` tokens."""
+
+    def to_kv(self, token_ids: Sequence[int] | None = None) -> KV:
+        """The cache as `KV`, sharing memory."""
+
+
+class DecoderModel(Protocol):
+    """A decoder-only model as `draft`, `verify` and `runner` see it."""
+
+    @property
+    def identity(self) -> Identity: ...
+
+    @property
+    def context_tokens(self) -> int | None:
+        """The longest sequence it can process, None if unlimited."""
+
+    @property
+    def vocab_tokens(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]: ...
+
+    def layer_specs(self) -> tuple[LayerShape, ...]: ...
+
+    def new_cache(
+        self, tokens: int, new_tokens: int, *, layers: Sequence[LayerSpec] | None = None, rollback_tokens: int = ...
+    ) -> LiveCache:
+        """Buffers for `tokens` stored tokens (of `layers`, as a cache states them) and `new_tokens` more."""
+
+    def step(self, cache: Any, token_ids: Sequence[int], *, rows: int = 1) -> Tensor:
+        """Run `token_ids` after what `cache` holds; logits f32 [rows, V] of the last `rows` positions."""
+
+    def to_text(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids`, special tokens left out."""
+
+
+def load_model(
+    ref: str, *, dtype: str = "float32", device: str = "cpu", report: Report = lambda message: None
+) -> Model:
+    """Load what `ref` names: an alias (`smollm2`), a Hugging Face folder, a hub id or a .gguf file.
+
+    Args:
+        dtype: of weights and live cache: float32, bfloat16 or float16.
+        report: is told of anything slow, in a sentence.
+
+    Raises:
+        InputError: there is no such model or it cannot be loaded.
+        UnsupportedModelError: its layers do not keep K and V per head; told before weights are read.
+    """
+    from lynxkv.integrations.hf import load_checkpoint
+
+    return load_checkpoint(resolve(ref, report=report), dtype=dtype, device=device)
+
+
+def prefill(
+    model: DecoderModel,
+    token_ids: Sequence[int],
+    *,
+    chunk_tokens: int = CHUNK_TOKENS,
+    progress: Callable[[int, int], None] | None = None,
+) -> KV:
+    """The KV tensors of a prompt, computed chunk by chunk.
+
+    Beyond the KV itself, memory is bounded by the chunk: no logits but those of one position exist at any time.
+    Sliding layers return their last `window` positions.
+
+    Args:
+        progress: called with (tokens done, tokens in all) after every chunk.
+
+    Raises:
+        InputError: the prompt is empty, longer than the model's context, or has ids outside the vocabulary.
+    """
+    check_prompt(model, token_ids)
+    total = len(token_ids)
+    cache = model.new_cache(0, total, rollback_tokens=2 * chunk_tokens)
+    for start in range(0, total, chunk_tokens):
+        stop = min(start + chunk_tokens, total)
+        model.step(cache, token_ids[start:stop])
+        if progress is not None:
+            progress(stop, total)
+    return cache.to_kv(token_ids)
+
+
+def check_prompt(model: DecoderModel, token_ids: Sequence[int]) -> None:
+    """Refuse, with an InputError, a prompt that the model cannot process."""
+    if not token_ids:
+        raise InputError("the prompt is empty", hint="give at least one token")
+    limit = model.context_tokens
+    if limit is not None and len(token_ids) > limit:
+        raise InputError(
+            f"the prompt has {len(token_ids)} tokens, more than the {limit} of the model's context",
+            hint="shorten the prompt or use a model with a longer context",
+        )
+    if min(token_ids) < 0 or max(token_ids) >= model.vocab_tokens:
+        raise InputError(f"the prompt has token ids outside the model's vocabulary of {model.vocab_tokens}")
