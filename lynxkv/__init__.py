@@ -50,22 +50,23 @@ if TYPE_CHECKING:
     from lynxkv.sampling import Sampling as Sampling
     from lynxkv.store import Link as Link
 
-# name: the module that defines it. No module may have a public function's name: importing it would hide the function.
+# name: where it is defined
 _LAZY = {
-    "KV": "lynxkv.kv",
-    "Link": "lynxkv.store",
-    "LynxCache": "lynxkv.integrations.hf",
-    "Sampling": "lynxkv.sampling",
-    "check": "lynxkv.report",
-    "compare": "lynxkv.fidelity",
-    "dequantize": "lynxkv.quantization",
-    "encode": "lynxkv.encoder",
-    "generate": "lynxkv.runner",
-    "inspect": "lynxkv.report",
-    "load": "lynxkv.decoder",
-    "load_model": "lynxkv.models",
-    "prefill": "lynxkv.models",
-    "quantize": "lynxkv.quantization",
+    "KV": "lynxkv.kv.KV",
+    "Link": "lynxkv.store.Link",
+    "LynxCache": "lynxkv.integrations.hf.LynxCache",
+    "Sampling": "lynxkv.sampling.Sampling",
+    "check": "lynxkv.report.check",
+    "compare": "lynxkv.fidelity.compare",
+    "dequantize": "lynxkv.quantization.dequantize",
+    "encode": "lynxkv.encoder.encode",
+    "generate": "lynxkv.runner.generate",
+    "inspect": "lynxkv.report.inspect",
+    "load": "lynxkv.decoder.load",
+    "load_model": "lynxkv.models.load_model",
+    "open": "lynxkv.fetch.open_cache",
+    "prefill": "lynxkv.models.prefill",
+    "quantize": "lynxkv.quantization.quantize",
 }
 
 __all__ = [
@@ -105,12 +106,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "open":  # the library itself does not shadow the builtin
-        value = importlib.import_module("lynxkv.fetch").open_cache
-    elif name in _LAZY:
-        value = getattr(importlib.import_module(_LAZY[name]), name)
-    else:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, attribute = _LAZY[name].rpartition(".")
+    value = getattr(importlib.import_module(module), attribute)
     globals()[name] = value
     return value
 

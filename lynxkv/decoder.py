@@ -56,9 +56,7 @@ class CacheDecoder:
         self._tables: dict[int, Tables] = {}
         self._codes: dict[tuple[int, int], U8] = {}
         self._anchor_left = sum(sum(1 for _ in ref.segments()) for ref in header.tensors)
-        self._full_left = sum(
-            sum(1 for _ in ref.segments()) for ref in header.tensors if ref.coding.has_residual
-        )
+        self._full_left = sum(sum(1 for _ in ref.segments()) for ref in header.tensors if ref.coding.has_residual)
 
     @property
     def complete_anchor(self) -> bool:
@@ -84,11 +82,11 @@ class CacheDecoder:
         segment, raw = payload.segment, payload.raw
         part, ref = segment.plan.part, segment.plan.tensor
         if part in ("anchor", "raw"):
-            assert ref is not None and segment.tokens is not None
-            self._dequantize(ref, segment, raw, None)
+            ref, tokens = segment.coded
+            self._dequantize(segment, raw, None)
             self._anchor_left -= 1
             if ref.coding.has_residual:
-                self._codes[ref.ordinal, segment.tokens.first_token] = raw
+                self._codes[ref.ordinal, tokens.first_token] = raw
             return
         check_content(self.header, segment, raw)
         if part == "sink":
@@ -113,18 +111,16 @@ class CacheDecoder:
         Raises:
             ContentError: it holds what the SPEC forbids.
         """
-        segment = payload.segment
-        ref = segment.plan.tensor
-        assert ref is not None and segment.tokens is not None
+        ref, tokens = payload.segment.coded
         # Freed as refined: the codes are not needed again.
-        codes = self._codes.pop((ref.ordinal, segment.tokens.first_token))
-        self._dequantize(ref, segment, codes, payload.raw)
+        codes = self._codes.pop((ref.ordinal, tokens.first_token))
+        self._dequantize(payload.segment, codes, payload.raw)
         self._full_left -= 1
 
-    def _dequantize(self, ref: TensorRef, segment: Segment, anchor: U8, residual: U8 | None) -> None:
-        assert segment.tokens is not None
-        start = ref.sinks + segment.tokens.first_token
-        out = self._destination.target(ref.layer, ref.name)[:, start : start + segment.tokens.tokens]
+    def _dequantize(self, segment: Segment, anchor: U8, residual: U8 | None) -> None:
+        ref, tokens = segment.coded
+        start = ref.sinks + tokens.first_token
+        out = self._destination.target(ref.layer, ref.name)[:, start : start + tokens.tokens]
         try:
             dequantize(anchor, residual, ref.coding, self._tables_of(ref), ref.spec, self.header.dtype, out)
         except ContentError as error:
@@ -141,7 +137,10 @@ class CacheDecoder:
             assert shared.steps is not None
             step, half_step = shared.steps[ref.ordinal]
             return EntropyTables(
-                mean=shared.means[ref.ordinal], order=shared.orders[ref.ordinal], step=step, half_step=half_step
+                mean=shared.means[ref.ordinal],
+                order=shared.orders[ref.ordinal],
+                step=step,
+                half_step=half_step,
             )
         if isinstance(ref.coding, FixedCoding):
             prefix = f"codebook.{ref.coding.codebook}"

@@ -25,7 +25,6 @@ from lynxkv.layout import (
     CacheHeader,
     Coding,
     Dtype,
-    EntropyCoding,
     Identity,
     LayerSpec,
     TensorName,

@@ -22,7 +22,6 @@ from lynxkv.format.content import check_content
 from lynxkv.format.document import ANCHOR_NAME
 from lynxkv.format.index import Segment
 from lynxkv.format.read import ShardHead, open_segment, read_anchor_head, read_residual_head
-from lynxkv.layout import CacheHeader
 from lynxkv.store import Link, Store
 
 U8 = npt.NDArray[np.uint8]
@@ -145,7 +144,9 @@ class SegmentStream:
             SegmentPayload(
                 segment=segment,
                 raw=open_segment(
-                    segment, data[segment.offset - wanted.start : segment.stop - wanted.start], what=self._what
+                    segment,
+                    data[segment.offset - wanted.start : segment.stop - wanted.start],
+                    what=self._what,
                 ),
             )
             for segment in wanted.segments
@@ -178,6 +179,18 @@ class CacheReader:
         """All segments of the Anchor but the token ids, in file order."""
         wanted = [item for item in self.anchor_head.segments if item.plan.part not in ("token_ids", "prefix")]
         return self._stream(ANCHOR_NAME, lambda: (self.anchor_head, wanted))
+
+    def stream_segments(self, name: str, head: ShardHead) -> SegmentStream:
+        """All segments of one shard, whose head has been read."""
+        return self._stream(name, lambda: (head, head.segments))
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of a shard, unchecked.
+
+        Raises:
+            CacheNotFoundError, FetchError: the store cannot deliver them.
+        """
+        return _with_retries(lambda: self.store.read(name, start, stop))
 
     def start_residual(self) -> SegmentStream:
         """Start to fetch the Residual: its head first, then all segments in file order.
@@ -238,7 +251,7 @@ class CacheReader:
         return SegmentStream(open_head, self._reader(name), self._pool, what=f"{self.url}/{name}")
 
     def _reader(self, name: str) -> Callable[[int, int], bytes]:
-        return lambda start, stop: _with_retries(lambda: self.store.read(name, start, stop))
+        return lambda start, stop: self.read(name, start, stop)
 
 
 def open_cache(url: str, *, link: Link | None = None) -> CacheReader:

@@ -91,7 +91,7 @@ def kv_from_safetensors(path: str | Path) -> KV:
     except (OSError, safetensors.SafetensorError) as error:
         raise InputError(f"cannot read {path}: {error}", hint="give a safetensors file") from error
     ids = tensors.pop("token_ids", None)
-    pairs = []
+    pairs: list[tuple[Tensor, Tensor]] = []
     while (keys := tensors.pop(f"layer.{len(pairs)}.k", None)) is not None:
         values = tensors.pop(f"layer.{len(pairs)}.v", None)
         if values is None:

@@ -68,7 +68,9 @@ class FixedCoding:
         """Bytes of each part of an anchor segment, in stored order."""
         pages = -(-tokens // self.page_tokens) if self.page_tokens else 0
         chunks = -(-tokens // self.chunk_tokens)
-        chunk_bytes = chunks * (spec.channels if self.group == "channel" else 1) * (4 if self.chunk_dtype == "f32" else 1)
+        chunk_bytes = (
+            chunks * (spec.channels if self.group == "channel" else 1) * (4 if self.chunk_dtype == "f32" else 1)
+        )
         return {
             "page_mean": pages * spec.channels * 4,
             "page_scale": pages * spec.channels * 4,

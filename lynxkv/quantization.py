@@ -11,11 +11,17 @@ from torch import Tensor
 
 from lynxkv.codecs import Codec, get_codec
 from lynxkv.errors import InputError, NonFiniteError
-from lynxkv.kernels import Tables, dequantize as dequantize_segment, quantize as quantize_segment
+from lynxkv.kernels import Tables
+from lynxkv.kernels import dequantize as dequantize_segment
+from lynxkv.kernels import quantize as quantize_segment
 from lynxkv.kernels.rounding import TORCH_DTYPES, round_to
 from lynxkv.layout import Coding, Dtype, Precision, TensorName, TensorSpec
 
-_DTYPE_NAMES: dict[torch.dtype, Dtype] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_DTYPE_NAMES: dict[torch.dtype, Dtype] = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -74,7 +75,9 @@ class Store:
         try:
             self.fs, self.path = fsspec.core.url_to_fs(self.url)
         except (ValueError, ImportError) as error:
-            raise InputError(f"cannot open {url}: {error}", hint="install the fsspec package for this scheme") from error
+            raise InputError(
+                f"cannot open {url}: {error}", hint="install the fsspec package for this scheme"
+            ) from error
         self.link = link
         self.closing = threading.Event()
 
@@ -118,14 +121,13 @@ class Store:
             self.link.transfer(len(data), self.closing)
         return data
 
-    def objects(self) -> list[ObjectInfo]:
-        """The objects under the prefix.
-
-        Raises:
-            FetchError: the store cannot be listed (plain HTTP often cannot).
-        """
-        with self._reading(""):
-            listing = self.fs.ls(self.path, detail=True)
+    def try_objects(self) -> list[ObjectInfo]:
+        """The objects under the prefix; empty where the store cannot be listed, as plain HTTP often cannot."""
+        try:
+            with self._reading(""):
+                listing = self.fs.ls(self.path, detail=True)
+        except StoreError:
+            return []
         return sorted(
             (ObjectInfo(name=item["name"].rsplit("/", 1)[-1], bytes=int(item["size"] or 0)) for item in listing),
             key=lambda item: item.name,
@@ -141,14 +143,14 @@ class Store:
         if not overwrite and self.exists():
             raise CacheExistsError(f"{self.url} exists already", hint="give another name, or --force to replace it")
         if self.is_local:
+            folder = Path(self.path)
             with self._writing():
-                os.makedirs(self.path, exist_ok=True)
-                probe = f"{self.path}/.probe-{uuid.uuid4().hex}"
-                with open(probe, "xb"):
-                    pass
-                os.unlink(probe)
+                folder.mkdir(parents=True, exist_ok=True)
+                probe = folder / f".probe-{uuid.uuid4().hex}"
+                probe.touch(exist_ok=False)
+                probe.unlink()
             with contextlib.suppress(OSError):
-                os.rmdir(self.path)
+                folder.rmdir()
 
     def publish(self, anchor: Shard, residual: tuple[str, Shard] | None, *, overwrite: bool) -> None:
         """Write the Residual, then the Anchor; whoever sees the Anchor sees a complete cache.
@@ -168,23 +170,24 @@ class Store:
             put(ANCHOR_NAME, anchor, overwrite=overwrite)
 
     def _put_local(self, name: str, shard: Shard, *, overwrite: bool) -> None:
-        os.makedirs(self.path, exist_ok=True)
-        final, temporary = self.path_of(name), self.path_of(f".{name}.{uuid.uuid4().hex}")
+        folder = Path(self.path)
+        folder.mkdir(parents=True, exist_ok=True)
+        final, temporary = folder / name, folder / f".{name}.{uuid.uuid4().hex}"
         try:
-            with open(temporary, "xb") as file:
+            with temporary.open("xb") as file:
                 for buffer in shard.buffers:
                     file.write(buffer)
                 file.flush()
                 os.fsync(file.fileno())
             if overwrite:
-                os.replace(temporary, final)
+                temporary.replace(final)
             else:
                 os.link(temporary, final)  # fails if somebody else has published meanwhile
         finally:
             with contextlib.suppress(OSError):
-                os.unlink(temporary)
+                temporary.unlink()
             with contextlib.suppress(OSError):
-                os.rmdir(self.path)  # succeeds only if nothing was published
+                folder.rmdir()  # succeeds only if nothing was published
 
     def _put_remote(self, name: str, shard: Shard, *, overwrite: bool) -> None:
         # An object appears when its upload completes, so no temporary name is needed.
@@ -198,7 +201,8 @@ class Store:
             yield
         except FileNotFoundError as error:
             raise CacheNotFoundError(
-                f"{self.url}: there is no {name or 'such prefix'}", hint="check the URL with your store's own tools"
+                f"{self.url}: there is no {name or 'such prefix'}",
+                hint="check the URL with your store's own tools",
             ) from error
         except StoreError:
             raise
@@ -210,7 +214,7 @@ class Store:
         try:
             yield
         except FileExistsError as error:
-            if os.path.isdir(self.path):
+            if Path(self.path).is_dir():
                 raise CacheExistsError(f"{self.url} exists already", hint="another writer was first") from error
             raise StoreError(f"{self.url}: {_words(error)}", hint="a file is in the way") from error
         except StoreError:

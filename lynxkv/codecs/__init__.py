@@ -12,9 +12,7 @@ from lynxkv.codecs.raw import Raw
 from lynxkv.codecs.uniform import Uniform
 from lynxkv.errors import InputError
 
-CODECS: dict[str, type[Codec]] = {
-    codec.name: codec for codec in (Uniform, Alg1, Alg1Shift, Raw, Int8, Int4)
-}
+CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Uniform, Alg1, Alg1Shift, Raw, Int8, Int4)}
 
 
 def get_codec(codec: str | Codec, **params: Any) -> Codec:

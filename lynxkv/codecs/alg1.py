@@ -20,15 +20,17 @@ from lynxkv.codecs.base import SINK_TOKENS, segment_tokens
 from lynxkv.codecs.fixed import FixedCodec, expand, offset_table, scale_table
 from lynxkv.errors import InputError
 from lynxkv.kernels.tables import FixedTables
-from lynxkv.layout import Coding, FixedCoding, TensorName
+from lynxkv.layout import FixedCoding, TensorName
 
 
 def top_level(anchor_bits: int, residual_bits: int) -> int:
     """The largest level I whose anchor fits `anchor_bits` and residual `residual_bits`."""
-    return (2 ** (anchor_bits - 1) - 1) * 2**residual_bits + 2 ** (residual_bits - 1)
+    return (((1 << (anchor_bits - 1)) - 1) << residual_bits) + (1 << (residual_bits - 1))
 
 
-def split_level(level: npt.NDArray[np.int64], residual_bits: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def split_level(
+    level: npt.NDArray[np.int64], residual_bits: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """(V_mag, V_res) of levels I >= 0 (Algorithm 1)."""
     v_mag = (level + 2 ** (residual_bits - 1) - 1) >> residual_bits
     return v_mag, (v_mag << residual_bits) - level
@@ -56,7 +58,7 @@ class Alg1(FixedCodec):
         if self.chunk_tokens < 1 or self.page_tokens < 1 or self.page_tokens % self.chunk_tokens:
             raise InputError(f"chunks of {self.chunk_tokens} tokens do not fill pages of {self.page_tokens}")
 
-    def coding(self, tensor: TensorName, channels: int) -> Coding:
+    def coding(self, tensor: TensorName, channels: int) -> FixedCoding:
         return FixedCoding(
             anchor_bits=self.anchor_bits,
             residual_bits=self.residual_bits,

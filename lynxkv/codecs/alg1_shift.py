@@ -16,7 +16,7 @@ from lynxkv.codecs.base import SINK_TOKENS, segment_tokens
 from lynxkv.codecs.fixed import FixedCodec, expand
 from lynxkv.errors import InputError
 from lynxkv.kernels.tables import FixedTables
-from lynxkv.layout import Coding, FixedCoding, TensorName
+from lynxkv.layout import FixedCoding, TensorName
 
 TOP = 127
 
@@ -38,7 +38,7 @@ class Alg1Shift(FixedCodec):
         if self.chunk_tokens < 1 or self.page_tokens < 1 or self.page_tokens % self.chunk_tokens:
             raise InputError(f"chunks of {self.chunk_tokens} tokens do not fill pages of {self.page_tokens}")
 
-    def coding(self, tensor: TensorName, channels: int) -> Coding:
+    def coding(self, tensor: TensorName, channels: int) -> FixedCoding:
         return FixedCoding(
             anchor_bits=4,
             residual_bits=4,

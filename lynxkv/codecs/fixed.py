@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -27,15 +30,20 @@ def offset_table() -> F32:
     return np.linspace(-1.0, 1.0, 256).astype(np.float32)
 
 
-def expand(level: np.ndarray[tuple[int, ...], np.dtype[np.float64]], top: int, alpha: float) -> F32:
+def expand(level: npt.NDArray[Any], top: int, alpha: float) -> F32:
     """Inverse of the companding y = ln(1 + alpha |x|) / ln(1 + alpha), for y = |level| / top, with the level's sign."""
     magnitude = np.expm1(np.abs(level) / top * np.log1p(alpha)) / alpha
-    return np.copysign(magnitude, level).astype(np.float32)
+    signed: F32 = np.copysign(magnitude, level).astype(np.float32)
+    return signed
 
 
 @dataclass(frozen=True, kw_only=True)
 class FixedCodec(Codec):
     """Base of the fixed-rate codecs: a subclass gives `coding` and `decode_tables`."""
+
+    @abstractmethod
+    def coding(self, tensor: TensorName, channels: int) -> FixedCoding:
+        """How segments of a tensor of N channels are stored."""
 
     @cached_property
     def fixed_tables(self) -> FixedTables:
@@ -43,9 +51,7 @@ class FixedCodec(Codec):
         raise NotImplementedError
 
     def codebooks(self) -> dict[str, F32]:
-        coding = self.coding("k", 64)
-        assert isinstance(coding, FixedCoding)
-        tables = self.fixed_tables
+        coding, tables = self.coding("k", 64), self.fixed_tables
         parts = {"anchor": tables.anchor, "full": tables.full, "scale": tables.scale, "offset": tables.offset}
         return {f"{coding.codebook}.{part}": values for part, values in parts.items() if values is not None}
 
@@ -58,20 +64,22 @@ class FixedCodec(Codec):
         The scale is the chunk's largest magnitude about its offset; 8-bit parameters make it up to 2^(1/16) larger,
         after an offset that is up to 1/255 of the page's scale away from the middle.
         """
-        coding = self.coding(tensor, x.shape[0] * x.shape[2])
-        assert isinstance(coding, FixedCoding)
-        tables = self.fixed_tables
-        assert tables.edges is not None and tables.buckets is not None
-        use_full = precision == "full" and tables.full is not None
-        values = tables.full[tables.buckets] if use_full else tables.anchor[tables.buckets >> coding.residual_bits]  # type: ignore[index]
-        low = np.concatenate([[-tables.peak], tables.edges])
-        high = np.concatenate([tables.edges, [tables.peak]])
+        coding, tables = self.coding(tensor, x.shape[0] * x.shape[2]), self.fixed_tables
+        edges, buckets = tables.quantiser()
+        if precision == "full" and tables.full is not None:
+            values = tables.full[buckets]
+        else:
+            values = tables.anchor[buckets >> coding.residual_bits]
+        low = np.concatenate([[-tables.peak], edges])
+        high = np.concatenate([edges, [tables.peak]])
         farthest = float(np.maximum(values - low, high - values).max()) / tables.peak
         reach = _half_range(x, coding)
         if coding.chunk_dtype == "u8":
             page = _run_extreme(x.abs(), coding.page_tokens, coding.group)
             reach = (reach + page * 2 / 255) * SCALE_RATIO + page * float(scale_table()[1])
-        return farthest * reach + 2.0**-20 * _run_extreme(x.abs(), coding.page_tokens or coding.chunk_tokens, coding.group)
+        return farthest * reach + 2.0**-20 * _run_extreme(
+            x.abs(), coding.page_tokens or coding.chunk_tokens, coding.group
+        )
 
 
 def _half_range(x: Tensor, coding: FixedCoding) -> Tensor:

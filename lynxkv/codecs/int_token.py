@@ -11,7 +11,7 @@ import numpy as np
 from lynxkv.codecs.base import segment_tokens
 from lynxkv.codecs.fixed import FixedCodec
 from lynxkv.kernels.tables import FixedTables
-from lynxkv.layout import Coding, FixedCoding, TensorName
+from lynxkv.layout import FixedCoding, TensorName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class IntToken(FixedCodec):
 
     bits: ClassVar[int]
 
-    def coding(self, tensor: TensorName, channels: int) -> Coding:
+    def coding(self, tensor: TensorName, channels: int) -> FixedCoding:
         return FixedCoding(
             anchor_bits=self.bits,
             residual_bits=0,

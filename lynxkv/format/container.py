@@ -54,7 +54,11 @@ def render_header(arrays: list[ArrayInfo], document: dict[str, Any]) -> bytes:
     """The shard's bytes [0, 8 + n): length, JSON, padding with spaces to a multiple of 64."""
     body: dict[str, Any] = {"__metadata__": {METADATA_KEY: json.dumps(document, separators=(",", ":"))}}
     for array in arrays:
-        body[array.name] = {"dtype": array.dtype, "shape": array.shape, "data_offsets": [array.start, array.stop]}
+        body[array.name] = {
+            "dtype": array.dtype,
+            "shape": array.shape,
+            "data_offsets": [array.start, array.stop],
+        }
     text = json.dumps(body, separators=(",", ":")).encode()
     total = roundup(LENGTH_BYTES + len(text), ALIGNMENT_BYTES)
     length = total - LENGTH_BYTES

@@ -61,8 +61,7 @@ def _order(header: CacheHeader, segment: Segment, raw: U8) -> None:
 
 
 def _anchor(header: CacheHeader, segment: Segment, raw: U8) -> None:
-    ref, plan = segment.plan.tensor, segment.tokens
-    assert ref is not None and plan is not None
+    ref, plan = segment.coded
     if isinstance(ref.coding, EntropyCoding):
         unpack_symbols(raw, ref.spec.channels * plan.tokens)
     elif isinstance(ref.coding, FixedCoding):
@@ -74,8 +73,7 @@ def _anchor(header: CacheHeader, segment: Segment, raw: U8) -> None:
 
 
 def _residual(header: CacheHeader, segment: Segment, raw: U8) -> None:
-    ref, plan = segment.plan.tensor, segment.tokens
-    assert ref is not None and plan is not None
+    ref, plan = segment.coded
     if isinstance(ref.coding, EntropyCoding):
         unpack_digits(raw, ref.spec.channels, plan.tokens, ref.coding.radix)
     elif isinstance(ref.coding, FixedCoding):
@@ -83,7 +81,7 @@ def _residual(header: CacheHeader, segment: Segment, raw: U8) -> None:
 
 
 def _token_ids(header: CacheHeader, segment: Segment, raw: U8) -> None:
-    if hashlib.sha256(raw).hexdigest() != header.tokens.sha256:
+    if hashlib.sha256(raw.data).hexdigest() != header.tokens.sha256:
         raise ValueError("the token ids do not have the stated digest")
 
 

@@ -105,7 +105,8 @@ def parse_common(text: str, *, role: str, what: str) -> Fields:
     version = fields.string("version")
     if version != VERSION:
         raise UnsupportedFormatError(
-            f"{what}: format version {version} is not {VERSION}", hint="read it with the lynxkv release that wrote it"
+            f"{what}: format version {version} is not {VERSION}",
+            hint="read it with the lynxkv release that wrote it",
         )
     for feature in fields.list("required", limits.MAX_ARRAYS):
         raise UnsupportedFormatError(f"{what}: requires the feature {feature!r}", hint="a newer lynxkv may know it")
@@ -214,7 +215,9 @@ def _coding(fields: Fields, dtype: str) -> Coding:
     sink_tokens = fields.integer("sink_tokens", 0, limits.MAX_SINK_TOKENS)
     if scheme == "entropy":
         return EntropyCoding(
-            radix=fields.integer("radix", 1, MAX_RADIX), segment_tokens=segment_tokens, sink_tokens=sink_tokens
+            radix=fields.integer("radix", 1, MAX_RADIX),
+            segment_tokens=segment_tokens,
+            sink_tokens=sink_tokens,
         )
     coding = FixedCoding(
         anchor_bits=fields.integer("anchor_bits", 1, 8),
@@ -244,6 +247,8 @@ def _layer(fields: Fields, span: TokenRange, codings: int) -> LayerSpec:
     stop = fields.integer("stop", span.stop, span.stop)
     if kind == "full" and start != span.start:
         raise HeaderError(f"{fields.where}: a full layer must start at {span.start}, not {start}")
+    if kind == "full" and "window" in fields.value:
+        raise HeaderError(f"{fields.where}: a full layer has no window")
     tensors = fields.object("tensors")
     if set(tensors.value) not in ({"k", "v"}, {"latent"}):
         raise HeaderError(f"{fields.where}: tensors must be k and v, or latent alone")

@@ -71,6 +71,13 @@ class Segment:
     def stop(self) -> int:
         return self.offset + self.stored_bytes
 
+    @property
+    def coded(self) -> tuple[TensorRef, SegmentPlan]:
+        """The tensor and the tokens of a segment of codes or values."""
+        if self.plan.tensor is None or self.tokens is None:
+            raise TypeError(f"{self.plan.name} holds no tokens")
+        return self.plan.tensor, self.tokens
+
 
 def _typed(name: str, part: str, dtype: str, shape: tuple[int, ...], tensor: TensorRef | None = None) -> ArrayPlan:
     raw = int(np.prod(shape, dtype=object)) * ITEM_BYTES[dtype]
@@ -193,7 +200,13 @@ def segments_of(
 
 
 def _segment(
-    plan: ArrayPlan, tokens: SegmentPlan | None, entry: np.void, expected: int, at: int, position: int, what: str
+    plan: ArrayPlan,
+    tokens: SegmentPlan | None,
+    entry: np.void,
+    expected: int,
+    at: int,
+    position: int,
+    what: str,
 ) -> Segment:
     offset, stored, raw = int(entry["offset"]), int(entry["stored_bytes"]), int(entry["raw_bytes"])
     where = f"{what}: segment {tokens.first_token if tokens else 0} of {plan.name!r}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,10 +32,8 @@ U8 = npt.NDArray[np.uint8]
 FIRST_READ_BYTES = 128 << 10
 
 
-class ReadRange(Protocol):
-    """Bytes [start, stop) of an object."""
-
-    def __call__(self, start: int, stop: int) -> bytes: ...
+ReadRange = Callable[[int, int], bytes]
+"""Reads the bytes [start, stop) of an object."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +132,11 @@ class _RawHead:
 
     def _index_array(self) -> Any:
         arrays = self.container.arrays
-        if len(arrays) < 2 or (arrays[0].name, arrays[0].dtype, arrays[0].shape) != ("header_sha256", "U8", (64,)):
+        if len(arrays) < 2 or (arrays[0].name, arrays[0].dtype, arrays[0].shape) != (
+            "header_sha256",
+            "U8",
+            (64,),
+        ):
             raise HeaderError(f"{self.what}: the first array is not header_sha256")
         index = arrays[1]
         if (index.name, index.dtype) != ("index", "U8") or len(index.shape) != 2 or index.shape[1] != 64:
@@ -144,7 +146,7 @@ class _RawHead:
         return index
 
 
-def _at_least(read: Callable[[int, int], bytes], have: bytes, wanted: int, what: str) -> bytes:
+def _at_least(read: ReadRange, have: bytes, wanted: int, what: str) -> bytes:
     if len(have) < wanted:
         have += read(len(have), wanted)
     if len(have) < wanted:

@@ -17,7 +17,7 @@ from lynxkv.format.index import INDEX_DTYPE, STORED, ZSTD, ArrayPlan, anchor_pla
 from lynxkv.layout import ALIGNMENT_BYTES, CacheHeader, ResidualRef, roundup
 
 U8 = npt.NDArray[np.uint8]
-Buffer = bytes | U8
+Buffer = bytes | memoryview
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +43,14 @@ class Shard:
 def payload(raw: U8, *, may_compress: bool) -> Payload:
     """Seal a segment: compress it where that pays, and take its digest."""
     raw = np.ascontiguousarray(raw).reshape(-1)
-    stored: Buffer = raw
+    stored: Buffer = raw.data
     compression = STORED
     if may_compress:
         frame = compress(raw)
         # A few per cent are not worth a decompressor in the path.
         if len(frame) < 0.97 * raw.size:
             stored, compression = frame, ZSTD
-    return Payload(
-        stored=stored, raw_bytes=raw.size, compression=compression, sha256=hashlib.sha256(stored).digest()
-    )
+    return Payload(stored=stored, raw_bytes=raw.size, compression=compression, sha256=hashlib.sha256(stored).digest())
 
 
 def build_shards(
@@ -110,9 +108,7 @@ class _Layout:
             )
             if at % ALIGNMENT_BYTES:
                 start, at = at, self._fill(at)
-                self.arrays.append(
-                    ArrayInfo(name=f"pad.{pads}", dtype="U8", shape=(at - start,), start=start, stop=at)
-                )
+                self.arrays.append(ArrayInfo(name=f"pad.{pads}", dtype="U8", shape=(at - start,), start=start, stop=at))
                 pads += 1
         self.bytes = at
         self.index = entries.tobytes()

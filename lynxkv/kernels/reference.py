@@ -64,8 +64,7 @@ def dequantize(
 
 def quantize_fixed(x: Tensor, coding: FixedCoding, tables: FixedTables) -> tuple[U8, U8 | None]:
     """Normalise pages and chunks by their extremes, then take the code of the bucket each value falls in."""
-    if tables.edges is None or tables.buckets is None:
-        raise TypeError("these tables only decode")
+    edges, buckets = tables.quantiser()
     heads, tokens, dim = x.shape
     rows = x.transpose(0, 1).reshape(tokens, heads * dim)
     parts: list[U8] = []
@@ -94,8 +93,8 @@ def quantize_fixed(x: Tensor, coding: FixedCoding, tables: FixedTables) -> tuple
     if coding.offset:
         parts.append(offset_codes)
     unit = torch.where(scale_values[chunk] > 0, normal / scale_values[chunk], 0.0)
-    bucket = torch.searchsorted(torch.from_numpy(tables.edges), unit.contiguous(), right=True)
-    codes = tables.buckets[bucket.numpy()].reshape(tokens * heads, dim)
+    bucket = torch.searchsorted(torch.from_numpy(edges), unit.contiguous(), right=True)
+    codes = buckets[bucket.numpy()].reshape(tokens * heads, dim)
     parts.append(pack_rows(codes >> coding.residual_bits, coding.anchor_bits))
     residual = None
     if coding.residual_bits:
@@ -127,7 +126,7 @@ def dequantize_fixed(
         table = tables.anchor
         if residual is not None and tables.full is not None:
             low = unpack_rows(residual, rows, spec.head_dim, coding.residual_bits)
-            codes, table = (codes << coding.residual_bits) | low, tables.full
+            codes, table = (codes << np.uint8(coding.residual_bits)) | low, tables.full
     except ValueError as error:
         raise ContentError(str(error)) from error
     value = torch.from_numpy(table[codes]).view(tokens, spec.channels)
@@ -182,7 +181,12 @@ def quantize_entropy(x: Tensor, coding: EntropyCoding, tables: EntropyTables) ->
 
 
 def dequantize_entropy(
-    anchor: U8, residual: U8 | None, coding: EntropyCoding, tables: EntropyTables, spec: TensorSpec, tokens: int
+    anchor: U8,
+    residual: U8 | None,
+    coding: EntropyCoding,
+    tables: EntropyTables,
+    spec: TensorSpec,
+    tokens: int,
 ) -> Tensor:
     """f32 values [H, T, D] of an entropy-coded segment."""
     step = tables.step

@@ -26,6 +26,12 @@ class FixedTables:
     buckets: npt.NDArray[np.uint8] | None = None
     peak: float = 1.0
 
+    def quantiser(self) -> tuple[F32, npt.NDArray[np.uint8]]:
+        """Edges and buckets, which tables read from a cache do not have."""
+        if self.edges is None or self.buckets is None:
+            raise TypeError("these tables only decode")
+        return self.edges, self.buckets
+
 
 @dataclass(frozen=True, kw_only=True)
 class EntropyTables:

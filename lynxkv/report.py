@@ -1,0 +1,204 @@
+"""What a cache is and where its bytes go (`inspect`), and whether all of it is whole (`check`), without decoding."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from lynxkv.errors import FormatError
+from lynxkv.fetch import CacheReader, open_cache
+from lynxkv.format.content import check_content
+from lynxkv.format.index import ZSTD, Segment
+from lynxkv.format.read import ShardHead
+from lynxkv.layout import CacheHeader, FixedCoding, Identity, LayerSpec, TokenRange
+from lynxkv.store import Link
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Bytes of one kind of content in one shard; bits count over all elements of the cache."""
+
+    shard: str
+    name: str
+    bytes: int
+    bits_per_element: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerGroup:
+    """Neighbouring layers of one shape."""
+
+    first: int
+    last: int
+    layer: LayerSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectReport:
+    """What `inspect` says of a cache. Sizes in bytes; bits an element count everything, headers included."""
+
+    url: str
+    cache_id: str
+    version: str
+    dtype: str
+    codec: str
+    codec_params: dict[str, Any]
+    identity: Identity
+    tokens: TokenRange
+    layers: int
+    layer_groups: tuple[LayerGroup, ...]
+    elements: int
+    bytes_anchor: int
+    bytes_residual: int
+    bytes_original: int
+    anchor_bits: float
+    total_bits: float
+    compression_anchor: float
+    compression_total: float
+    parts: tuple[Part, ...]
+    writer: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckReport:
+    """What `check` has read and found whole. `orphans` are Residuals of earlier encodes in the same prefix."""
+
+    url: str
+    cache_id: str
+    segments: int
+    bytes: int
+    tokens: int
+    orphans: tuple[str, ...]
+    orphan_bytes: int
+
+
+def inspect(url: str, *, link: Link | None = None) -> InspectReport:
+    """Describe the cache at `url`; reads headers and indexes only.
+
+    Raises:
+        CacheNotFoundError, FetchError: the store cannot deliver them.
+        FormatError: they are damaged.
+    """
+    with open_cache(url, link=link) as reader:
+        header = reader.header
+        parts = _parts(header, "anchor", reader.anchor_head)
+        if header.residual is not None:
+            parts += _parts(header, "residual", reader.read_residual_head())
+        total = reader.bytes_anchor + reader.bytes_residual
+        return InspectReport(
+            url=reader.url,
+            cache_id=header.cache_id,
+            version=header.version,
+            dtype=header.dtype,
+            codec=header.codec_name,
+            codec_params=header.codec_params,
+            identity=header.identity,
+            tokens=header.tokens,
+            layers=len(header.layers),
+            layer_groups=tuple(_groups(header)),
+            elements=header.elements,
+            bytes_anchor=reader.bytes_anchor,
+            bytes_residual=reader.bytes_residual,
+            bytes_original=header.original_bytes,
+            anchor_bits=reader.bytes_anchor * 8 / header.elements,
+            total_bits=total * 8 / header.elements,
+            compression_anchor=header.original_bytes / reader.bytes_anchor,
+            compression_total=header.original_bytes / total,
+            parts=tuple(parts),
+            writer=header.writer,
+        )
+
+
+def check(url: str, *, link: Link | None = None) -> CheckReport:
+    """Read all of the cache at `url` and check structure, checksums, binding and content (SPEC 4 to 8).
+
+    Raises:
+        CacheNotFoundError, FetchError: the store cannot deliver it.
+        FormatError: something is not as the SPEC wants it.
+    """
+    with open_cache(url, link=link) as reader:
+        segments = _check_shard(reader, reader.anchor_head, "anchor.safetensors")
+        residual = reader.header.residual
+        if residual is not None:
+            segments += _check_shard(reader, reader.read_residual_head(), residual.name)
+        known = {"anchor.safetensors", residual.name if residual else ""}
+        orphans = [item for item in _objects(reader) if item[0] not in known]
+        return CheckReport(
+            url=reader.url,
+            cache_id=reader.header.cache_id,
+            segments=segments,
+            bytes=reader.bytes_anchor + reader.bytes_residual,
+            tokens=reader.header.tokens.count,
+            orphans=tuple(name for name, _ in orphans),
+            orphan_bytes=sum(size for _, size in orphans),
+        )
+
+
+def _check_shard(reader: CacheReader, head: ShardHead, name: str) -> int:
+    """Check every segment, and that every byte between segments is zero; returns the number of segments."""
+    at = head.segments[0].offset
+    for payload in reader.stream_segments(name, head):
+        check_content(reader.header, payload.segment, payload.raw)
+        _check_gap(reader, name, head, at, payload.segment.offset)
+        at = payload.segment.stop
+    _check_gap(reader, name, head, at, head.bytes - head.header_bytes)
+    return len(head.segments)
+
+
+def _check_gap(reader: CacheReader, name: str, head: ShardHead, start: int, stop: int) -> None:
+    if stop > start and any(reader.read(name, head.header_bytes + start, head.header_bytes + stop)):
+        raise FormatError(f"{reader.url}/{name}: padding at byte {start} of the data is not zero")
+
+
+def _objects(reader: CacheReader) -> list[tuple[str, int]]:
+    """Residual objects in the prefix, as far as the store can list them."""
+    return [(item.name, item.bytes) for item in reader.store.try_objects() if item.name.startswith("residual-")]
+
+
+def _parts(header: CacheHeader, shard: str, head: ShardHead) -> list[Part]:
+    sizes: dict[str, int] = defaultdict(int)
+    for segment in head.segments:
+        for name, size in _split(segment):
+            sizes[name] += size
+    accounted = head.header_bytes + sum(sizes.values())
+    index = 64 * (len(head.segments) + 1)
+    sizes = {"header": head.header_bytes, "index": index, **sizes, "padding": head.bytes - accounted - index}
+    return [
+        Part(shard=shard, name=name, bytes=size, bits_per_element=size * 8 / header.elements)
+        for name, size in sizes.items()
+    ]
+
+
+_PART_NAMES = {
+    "prefix": "prefix digests",
+    "codebook": "codebooks",
+    "steps": "steps",
+    "sink": "sinks",
+    "mean": "means",
+    "order": "channel order",
+    "anchor": "codes",
+    "raw": "values",
+    "residual": "codes",
+    "token_ids": "token ids",
+}
+
+
+def _split(segment: Segment) -> list[tuple[str, int]]:
+    """Bytes of a segment by kind. Scales of a compressed fixed-rate segment count in proportion to their raw size."""
+    ref = segment.plan.tensor
+    if segment.plan.part == "anchor" and ref is not None and isinstance(ref.coding, FixedCoding):
+        codes = ref.coding.parts(segment.coded[1].tokens, ref.spec)["codes"]
+        share = codes if segment.compression != ZSTD else round(codes * segment.stored_bytes / segment.raw_bytes)
+        return [("scales", segment.stored_bytes - share), ("codes", share)]
+    return [(_PART_NAMES[segment.plan.part], segment.stored_bytes)]
+
+
+def _groups(header: CacheHeader) -> list[LayerGroup]:
+    groups: list[LayerGroup] = []
+    for number, layer in enumerate(header.layers):
+        if groups and groups[-1].layer == layer:
+            groups[-1] = LayerGroup(first=groups[-1].first, last=number, layer=layer)
+        else:
+            groups.append(LayerGroup(first=number, last=number, layer=layer))
+    return groups
