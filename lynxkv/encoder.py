@@ -176,9 +176,9 @@ def _encode_tensor(
     for plan in ref.segments():
         part = coded[:, plan.first_token : plan.first_token + plan.tokens]
         first, second = quantize(part, ref.coding, tables)
-        anchors.append(payload(first, may_compress=not raw_coding))
+        anchors.append(payload(first, may_compress=method.compress and not raw_coding))
         if second is not None:
-            residuals.append(payload(second, may_compress=True))
+            residuals.append(payload(second, may_compress=method.compress))
     anchor[f"{ref.key}.{'raw' if raw_coding else 'anchor'}"] = anchors
     if residuals:
         residual[f"{ref.key}.residual"] = residuals

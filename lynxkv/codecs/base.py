@@ -19,9 +19,13 @@ SINK_TOKENS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Codec(ABC):
-    """A quantisation method. The dataclass fields of a subclass are its parameters."""
+    """A quantisation method. The dataclass fields of a subclass are its parameters.
+
+    `compress`: whether segments go through zstd where that makes them smaller.
+    """
 
     name: ClassVar[str]
+    compress: bool = True
 
     def params(self) -> dict[str, Any]:
         """The parameters, for the record in the cache."""

@@ -19,6 +19,8 @@ class IntToken(FixedCodec):
     """Levels -top to top, top = 2^(bits-1) - 1; no sinks are kept, as in the schemes it stands for."""
 
     bits: ClassVar[int]
+    # The schemes it stands for store plain integers; zstd would take int8 to about 6.9 bits on real caches.
+    compress: bool = False
 
     def coding(self, tensor: TensorName, channels: int) -> FixedCoding:
         return FixedCoding(
