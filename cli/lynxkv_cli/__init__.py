@@ -1,0 +1,1 @@
+"""The `lynxkv` command: one file per command, one output sink, one table of errors."""

@@ -1,0 +1,96 @@
+"""One table from exception to message and exit code; nothing else in the command line decides either.
+
+0    done
+1    failed: the cache, the store, the model or the input cannot be used
+2    the command line itself is wrong
+130  interrupted
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import typer
+
+from lynxkv.errors import LynxError
+from lynxkv_cli._output import Output
+
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """What a person is told, and the exit code. `kind` is the error's type in JSON."""
+
+    kind: str
+    message: str
+    hint: str | None
+    exit_code: int
+
+
+def _lynx(error: LynxError) -> Failure:
+    return Failure(kind=type(error).__name__, message=error.message, hint=error.hint, exit_code=FAILED)
+
+
+def _usage(error: typer.TyperException) -> Failure:
+    command = getattr(getattr(error, "ctx", None), "command_path", "lynxkv")
+    message = error.format_message().rstrip()
+    hint = getattr(error, "hint", None) or f"`{command} --help` shows how to call it"
+    return Failure(kind="UsageError", message=message, hint=hint, exit_code=USAGE)
+
+
+def _interrupted(error: BaseException) -> Failure:
+    return Failure(kind="Interrupted", message="interrupted", hint=None, exit_code=INTERRUPTED)
+
+
+def _system(error: OSError) -> Failure:
+    where = f": {error.filename}" if error.filename else ""
+    message = f"{error.strerror or error}{where}"
+    return Failure(kind="OSError", message=message, hint="check the path and its permissions", exit_code=FAILED)
+
+
+def _out_of_memory(error: MemoryError) -> Failure:
+    hint = "use a shorter prompt, a smaller model, or a machine with more memory"
+    return Failure(kind="MemoryError", message="out of memory", hint=hint, exit_code=FAILED)
+
+
+def _unexpected(error: BaseException) -> Failure:
+    message = f"unexpected {type(error).__name__}: {error}"
+    hint = "this is a bug in lynxkv; please report it with the output of the same command under LYNXKV_DEBUG=1"
+    return Failure(kind="InternalError", message=message, hint=hint, exit_code=FAILED)
+
+
+# The first row that fits counts.
+TABLE: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], Callable[..., Failure]], ...] = (
+    (LynxError, _lynx),
+    (typer.TyperException, _usage),
+    ((KeyboardInterrupt, typer.Abort), _interrupted),
+    (OSError, _system),
+    (MemoryError, _out_of_memory),
+    (BaseException, _unexpected),
+)
+
+
+class UsageProblem(typer.BadParameter):
+    """A value on the command line that does not parse, with a hint of its own."""
+
+    def __init__(self, message: str, *, hint: str) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+def failure_of(error: BaseException) -> Failure:
+    """What to say of `error`."""
+    return next(describe(error) for kinds, describe in TABLE if isinstance(error, kinds))
+
+
+def report(error: BaseException, output: Output) -> int:
+    """Print what went wrong and return the exit code; `LYNXKV_DEBUG=1` adds the traceback."""
+    failure = failure_of(error)
+    if os.environ.get("LYNXKV_DEBUG") == "1":
+        traceback.print_exception(error)
+    output.error(failure.kind, failure.message, failure.hint)
+    return failure.exit_code

@@ -1,0 +1,110 @@
+"""Where everything a command prints goes: data to stdout, progress and messages to stderr.
+
+human   data as text on stdout; messages and, in a terminal, progress bars on stderr
+json    one JSON object on stdout and nothing else; on failure the object is {"error": ...}
+quiet   data on stdout, no messages and no progress; errors are still printed
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+Mode = Literal["human", "json", "quiet"]
+Progress = Callable[[str, int, int], None]
+
+
+def silent(stage: str, done: int, total: int) -> None:
+    """A progress callback that shows nothing."""
+
+
+class Output:
+    """The sink that every command writes to."""
+
+    def __init__(self, mode: Mode) -> None:
+        self.mode = mode
+
+    @classmethod
+    def of(cls, *, as_json: bool, quiet: bool) -> Output:
+        """The sink for a command's `--json` and `--quiet`; JSON wins."""
+        return cls("json" if as_json else "quiet" if quiet else "human")
+
+    def data(self, text: str) -> None:
+        """Data a pipe would want: stdout, but not beside JSON."""
+        if self.mode != "json":
+            print(text)
+
+    def result(self, value: Mapping[str, Any]) -> None:
+        """What the command found, as the one JSON object of `--json`."""
+        if self.mode == "json":
+            print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+
+    def note(self, text: str) -> None:
+        """A message to the person at the terminal."""
+        if self.mode == "human":
+            print(text, file=sys.stderr)
+
+    def error(self, kind: str, message: str, hint: str | None) -> None:
+        """Why the command failed, and what to do next."""
+        if self.mode == "json":
+            self.result({"error": {"type": kind, "message": message, "hint": hint}})
+            return
+        print(f"{_styled('error:', '31')} {message}", file=sys.stderr)
+        if hint:
+            print(f"{_styled('hint:', '36')} {hint}", file=sys.stderr)
+
+    @contextmanager
+    def progress(self) -> Iterator[Progress]:
+        """A callback `(stage, done, total)` that draws one bar a stage, and nothing outside a terminal."""
+        if self.mode != "human" or not can_style(sys.stderr):
+            yield silent
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bars
+
+        columns = (
+            TextColumn("{task.description:<10}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
+        with Bars(*columns, console=Console(stderr=True)) as bars:
+            tasks: dict[str, Any] = {}
+
+            def update(stage: str, done: int, total: int) -> None:
+                if stage not in tasks:
+                    tasks[stage] = bars.add_task(stage, total=total)
+                bars.update(tasks[stage], completed=done, total=total)
+
+            yield update
+
+
+def can_style(stream: Any) -> bool:
+    """Whether `stream` is a terminal that takes ANSI sequences; `NO_COLOR` and `TERM=dumb` say no."""
+    return bool(stream.isatty()) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _styled(text: str, code: str) -> str:
+    return f"\x1b[{code}m{text}\x1b[0m" if can_style(sys.stderr) else text
+
+
+def size(count: int | float) -> str:
+    """A number of bytes for people: `4.6 MB`, in powers of ten."""
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1000
+    return f"{value:.2f} TB"
+
+
+def seconds(value: float | None) -> str:
+    """A duration for people."""
+    if value is None:
+        return "none"
+    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.2f} s"

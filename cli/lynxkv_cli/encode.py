@@ -1,0 +1,143 @@
+"""`lynxkv encode`: prefill a prompt, or take a dumped KV cache, and publish it as Anchor and Residual."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lynxkv_cli._errors import UsageProblem
+from lynxkv_cli._options import Dtype, Json, Model, Quiet, read_text
+from lynxkv_cli._output import Output, seconds, size
+
+if TYPE_CHECKING:
+    from lynxkv.kv import KV
+    from lynxkv.layout import Identity
+
+    # The cache, whose it is, and the seconds that the prefill took.
+    Source = tuple[KV, Identity | None, float | None]
+
+HELP = """Example: lynxkv encode @README.md --model smollm2 --out readme.lynx
+
+Prefill a prompt and publish its KV cache.
+
+The prompt is text, @FILE, or - for stdin. For a chat model it becomes the start of a user turn that is left
+open, so that a question can follow it. Nothing appears at the URL before the cache is complete. The URL goes
+to stdout.
+
+With --from the keys and values come from a safetensors file that another tool wrote, as arrays layer.<i>.k
+and layer.<i>.v of shape [heads, tokens, head_dim], and token_ids if known; --model then only records whose
+they are.
+"""
+
+
+def encode(
+    out: Annotated[
+        str,
+        typer.Option("--out", "-o", metavar="URL", help="Where the cache goes: a folder or any fsspec URL."),
+    ],
+    prompt: Annotated[
+        str | None,
+        typer.Argument(metavar="[PROMPT|@FILE|-]", help="The text to prefill.", show_default=False),
+    ] = None,
+    model: Model = None,
+    codec: Annotated[
+        str, typer.Option(metavar="NAME", help="default, alg1, alg1-shift, raw, int8 or int4.")
+    ] = "default",
+    dtype: Annotated[Dtype, typer.Option(help="What decoding returns; fp32 only with the codec raw.")] = "bf16",
+    from_file: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="KV.safetensors", help="Take this KV cache, prefill nothing."),
+    ] = None,
+    token_ids: Annotated[
+        bool, typer.Option("--token-ids/--no-token-ids", help="Store the token ids, or only their digest.")
+    ] = True,
+    chunk_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Tokens a prefill step; bounds its memory.")
+    ] = 512,
+    force: Annotated[bool, typer.Option("--force", help="Replace a cache that is there already.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Encode a prompt or a KV file to `out`."""
+    output = Output.of(as_json=as_json, quiet=quiet)
+    source: Callable[[], Source]
+    if prompt is not None and from_file is None:
+        if model is None:
+            raise UsageProblem("a prompt needs a model", hint="add --model smollm2")
+        source = partial(_prefilled, read_text(prompt, name="a prompt"), model, chunk_tokens, output)
+    elif from_file is not None and prompt is None:
+        source = partial(_dumped, from_file, model, output)
+    else:
+        hint = "lynxkv encode @README.md --model smollm2 --out readme.lynx"
+        raise UsageProblem("give a prompt or --from, one of the two", hint=hint)
+
+    import lynxkv
+    from lynxkv.codecs import get_codec
+    from lynxkv.store import Store
+
+    # What can be refused without the model is refused before it is loaded.
+    method = get_codec(codec)
+    Store(out).check_target(overwrite=force)
+    kv, identity, prefill_s = source()
+    started = time.monotonic()
+    with output.progress() as progress:
+        report = lynxkv.encode(
+            kv,
+            out,
+            codec=method,
+            dtype=dtype,
+            identity=identity,
+            store_token_ids=token_ids,
+            overwrite=force,
+            progress=progress,
+        )
+    encode_s = time.monotonic() - started
+    output.result(
+        {
+            "url": report.url,
+            "cache_id": report.cache_id,
+            "tokens": report.tokens,
+            "codec": codec,
+            "dtype": dtype,
+            "model_id": identity.model_id if identity is not None else None,
+            "bytes_anchor": report.bytes_anchor,
+            "bytes_residual": report.bytes_residual,
+            "bytes_original": report.bytes_original,
+            "prefill_s": prefill_s,
+            "encode_s": encode_s,
+        }
+    )
+    output.data(report.url)
+    output.note(
+        f"{report.tokens} tokens: Anchor {size(report.bytes_anchor)}, Residual {size(report.bytes_residual)}; "
+        f"prefill {seconds(prefill_s)}, encode {seconds(encode_s)}"
+    )
+
+
+def _prefilled(text: str, model_ref: str, chunk_tokens: int, output: Output) -> Source:
+    import lynxkv
+    from lynxkv.integrations.hf import open_turn
+
+    model = lynxkv.load_model(model_ref, report=output.note)
+    ids = open_turn(model.tokenizer, text)
+    started = time.monotonic()
+    with output.progress() as progress:
+        kv = lynxkv.prefill(model, ids, chunk_tokens=chunk_tokens, progress=partial(progress, "prefill"))
+    return kv, model.identity, time.monotonic() - started
+
+
+def _dumped(path: Path, model_ref: str | None, output: Output) -> Source:
+    import lynxkv
+    from lynxkv.kv import kv_from_safetensors
+
+    kv = kv_from_safetensors(path)
+    if model_ref is None:
+        return kv, None, None
+    # Another tool made the prompt, so whether it ends inside a user turn is not known.
+    return kv, replace(lynxkv.load_model(model_ref, report=output.note).identity, turn=None), None

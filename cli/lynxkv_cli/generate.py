@@ -1,0 +1,123 @@
+"""`lynxkv generate`: answer a question from a cache while the cache is still arriving."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lynxkv_cli._errors import UsageProblem
+from lynxkv_cli._options import Json, Model, Quiet, Url, Verify, parse_link, parse_speculate, read_text
+from lynxkv_cli._output import Output, can_style, seconds, size
+
+if TYPE_CHECKING:
+    from lynxkv.events import GenerateResult
+    from lynxkv.layout import Identity
+
+HELP = """Example: lynxkv generate readme.lynx --prompt "What is this?" --link 20mbit
+
+Answer from a cache while it is still arriving: draft on the Anchor, verify with the Residual.
+
+In a terminal the draft is dimmed and turns solid as it is verified; wrong tokens are struck through and
+replaced. In a pipe only verified text reaches stdout. A summary follows on stderr.
+"""
+
+
+def generate(
+    url: Url,
+    prompt: Annotated[
+        str, typer.Option("--prompt", "-p", metavar="TEXT|@FILE|-", help="What to ask after the cached text.")
+    ],
+    model: Model = None,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Stop after this many tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(metavar="X", min=0.0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[
+        float,
+        typer.Option(metavar="X", min=0.0, max=1.0, help="Sample from the likeliest tokens of this total."),
+    ] = 1.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(metavar="X", min=0.0, help="Above 1 makes tokens that were there less likely.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the sampler.")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be given again.")
+    ] = None,
+    speculate: Annotated[
+        str, typer.Option(metavar="auto|N|off", help="How many tokens to draft; off waits for the Residual.")
+    ] = "auto",
+    verify: Annotated[
+        Verify,
+        typer.Option(help="full: the text of the full cache; none: keep the draft, fetch no Residual."),
+    ] = "full",
+    link: Annotated[
+        str | None,
+        typer.Option(metavar="RATE[/RTT]", help="Read over a simulated link, such as 200mbit/20ms."),
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Generate after the cache at `url`."""
+    output = Output.of(as_json=as_json, quiet=quiet)
+    simulated = parse_link(link)
+    drafts = parse_speculate(speculate)
+    question = read_text(prompt, name="a question")
+    import lynxkv
+
+    with lynxkv.open(url) as reader:
+        identity = reader.header.identity
+    ref = model or _model_of(url, identity)
+
+    from lynxkv.integrations.hf import suffix
+    from lynxkv_cli._views import view_for
+
+    sampling = lynxkv.Sampling(temperature=temperature, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed)
+    output.note(f"loading {ref}")
+    loaded = lynxkv.load_model(ref, report=output.note)
+    question_ids = suffix(loaded.tokenizer, question, turn=identity.turn)
+    view = view_for(output.mode, styled=can_style(sys.stdout))
+    # The clock of the result starts here: with the model in memory, before the first byte of the cache.
+    with lynxkv.open(url, link=simulated) as reader:
+        try:
+            result = lynxkv.generate(
+                reader,
+                loaded,
+                question_ids,
+                max_new_tokens=max_new_tokens,
+                sampling=sampling,
+                speculate=drafts,
+                verify=verify,
+                stop=stop or (),
+                on_event=view.on_event,
+            )
+        finally:
+            view.finish()
+    output.result({"url": url, "model_id": loaded.identity.model_id, **asdict(result)})
+    output.note(summary(result))
+
+
+def _model_of(url: str, identity: Identity) -> str:
+    """What to load for a cache whose model was not named: an alias of the same model, or a hub id."""
+    from lynxkv.checkpoints import ALIASES, HUB_ID
+
+    for alias, (_, _, model_id) in ALIASES.items():
+        if identity.model_id == model_id:
+            return alias
+    if identity.model_id is None:
+        raise UsageProblem(f"{url} does not say which model it belongs to", hint="name it with --model")
+    if not HUB_ID.fullmatch(identity.model_id):
+        raise UsageProblem(f"{url} belongs to {identity.model_id}, a local model", hint="say where it is with --model")
+    return f"{identity.model_id}@{identity.revision}" if identity.revision else identity.model_id
+
+
+def summary(result: GenerateResult) -> str:
+    """The figures of a run, for people."""
+    share = f" ({result.accepted / result.drafted:.0%})" if result.drafted else ""
+    return (
+        f"drafted {result.drafted}, accepted {result.accepted}{share}; "
+        f"first draft token {seconds(result.first_draft_s)}, first verified token {seconds(result.first_verified_s)}, "
+        f"all {len(result.token_ids)} tokens {seconds(result.total_s)}\n"
+        f"Anchor {size(result.bytes_anchor)}, Residual {size(result.bytes_residual)}; "
+        f"peak memory {size(result.peak_bytes)}"
+    )

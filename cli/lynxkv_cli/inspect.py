@@ -1,0 +1,142 @@
+"""`lynxkv inspect`: what a cache is, where its bytes go and, against the original, how far off it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lynxkv.errors import InputError
+from lynxkv_cli._errors import UsageProblem
+from lynxkv_cli._options import Json, Model, Quiet, Url
+from lynxkv_cli._output import Output, size
+
+if TYPE_CHECKING:
+    from lynxkv.fidelity import TensorError
+    from lynxkv.kv import KV
+    from lynxkv.report import InspectReport
+
+HELP = """Example: lynxkv inspect readme.lynx
+
+Say what a cache is (model, tokens, codec, identity) and where its bytes go.
+
+Only headers and indexes are read, unless --against or --model asks for the error of every layer and tensor:
+the largest difference, the normalised mean square error, and that of attention outputs.
+"""
+
+
+def inspect(
+    url: Url,
+    against: Annotated[
+        Path | None, typer.Option(metavar="KV.safetensors", help="Compare with the KV cache in this file.")
+    ] = None,
+    model: Model = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Describe the cache at `url`."""
+    if against is not None and model is not None:
+        raise UsageProblem("--against and --model exclude each other", hint="name one original to compare with")
+    import lynxkv
+
+    output = Output.of(as_json=as_json, quiet=quiet)
+    report = lynxkv.inspect(url)
+    errors: list[TensorError] | None = None
+    if against is not None:
+        from lynxkv.kv import kv_from_safetensors
+
+        errors = lynxkv.compare(url, kv_from_safetensors(against))
+    elif model is not None:
+        errors = lynxkv.compare(url, _prefilled_again(url, model, output))
+    output.result({**asdict(report), "errors": None if errors is None else [asdict(error) for error in errors]})
+    output.data(describe(report))
+    if errors is not None:
+        output.data("\n" + error_table(errors))
+
+
+def _prefilled_again(url: str, ref: str, output: Output) -> KV:
+    import lynxkv
+    from lynxkv.identity import check_identity
+
+    with lynxkv.open(url) as reader:
+        ids, header = reader.token_ids(), reader.header
+    if ids is None:
+        hint = "compare with --against and the KV cache it was made from"
+        raise InputError(f"{url} does not store its token ids", hint=hint)
+    model = lynxkv.load_model(ref, report=output.note)
+    check_identity(header.identity, model.identity)
+    with output.progress() as progress:
+        return lynxkv.prefill(model, ids.tolist(), progress=lambda done, total: progress("prefill", done, total))
+
+
+def describe(report: InspectReport) -> str:
+    """The report as text: facts first, then bytes by part."""
+    identity, tokens = report.identity, report.tokens
+    stored = "ids stored" if tokens.stored else "ids not stored"
+    facts = [
+        ("model", identity.model_id or "unknown"),
+        ("revision", identity.revision),
+        ("fingerprint", identity.fingerprint),
+        ("adapter", identity.adapter),
+        ("turn", identity.turn),
+        ("tokens", f"{tokens.count}, positions [{tokens.start}, {tokens.stop}), {stored}"),
+        ("layers", "; ".join(_layers(report))),
+        ("codec", " ".join([report.codec, *(f"{name}={value}" for name, value in report.codec_params.items())])),
+        ("dtype", report.dtype),
+        ("format", f"{report.version}, written by {report.writer.get('tool')} {report.writer.get('version')}"),
+        ("cache id", report.cache_id),
+    ]
+    lines = [report.url, *(f"  {name:<12}{value}" for name, value in facts if value is not None), ""]
+    rows = [("part", "bytes", "bits/element")]
+    rows += [(f"{part.shard} {part.name}", f"{part.bytes:,}", f"{part.bits_per_element:.3f}") for part in report.parts]
+    rows += [
+        ("Anchor", f"{report.bytes_anchor:,}", f"{report.anchor_bits:.3f}"),
+        ("Anchor + Residual", f"{report.bytes_anchor + report.bytes_residual:,}", f"{report.total_bits:.3f}"),
+        (f"uncompressed {report.dtype}", f"{report.bytes_original:,}", ""),
+    ]
+    lines += _aligned(rows)
+    lines += [
+        "",
+        f"{report.compression_anchor:.2f} times smaller than {report.dtype} before the first token, "
+        f"{report.compression_total:.2f} times in all ({size(report.bytes_anchor + report.bytes_residual)})",
+    ]
+    return "\n".join(lines)
+
+
+def error_table(errors: Iterable[TensorError]) -> str:
+    """One row a layer, tensor and precision."""
+    rows = [("layer", "tensor", "precision", "max abs", "NMSE", "attention NMSE", "K and V")]
+    rows += [
+        (
+            str(error.layer),
+            error.tensor,
+            error.precision,
+            f"{error.max_abs:.3e}",
+            f"{error.nmse:.3e}",
+            f"{error.attention_nmse:.3e}",
+            f"{error.attention_nmse_both:.3e}",
+        )
+        for error in errors
+    ]
+    return "\n".join(_aligned(rows))
+
+
+def _layers(report: InspectReport) -> Iterable[str]:
+    for group in report.layer_groups:
+        count = group.last - group.first + 1
+        shapes = ", ".join(f"{name} {spec.heads} x {spec.head_dim}" for name, spec in group.layer.tensors.items())
+        window = f" (window {group.layer.window})" if group.layer.window is not None else ""
+        yield f"{count} {group.layer.kind}{window}: {shapes}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows in columns: the first to the left, numbers to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for first, *rest in rows:
+        numbers = [f"  {cell:>{width}}" for cell, width in zip(rest, widths[1:], strict=True)]
+        lines.append((first.ljust(widths[0]) + "".join(numbers)).rstrip())
+    return lines
