@@ -1,0 +1,52 @@
+"""Caches that every reader must refuse, one rule of the SPEC broken in each, all digests honest unless they are it.
+
+The name begins with the kind of refusal: `truncated`, `header`, `checksum`, `unsupported`, `binding` or `content`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from format_spec.generator import invalid_arrays, invalid_contents, invalid_documents, invalid_headers
+from format_spec.generator.broken import (
+    Vector,
+    names_of,
+    tiny,
+    vector,
+)
+from format_spec.generator.formulas import cache, coding, layer
+from format_spec.generator.writer import (
+    Document,
+)
+
+
+def invalid() -> Iterator[Vector]:
+    """All vectors that are kept in the repository."""
+    yield from invalid_headers.containers()
+    yield from invalid_headers.json_texts()
+    yield from invalid_documents.documents()
+    yield from invalid_arrays.array_lists()
+    yield from invalid_arrays.indexes()
+    yield from invalid_arrays.digests()
+    yield from invalid_arrays.bindings()
+    yield from invalid_contents.contents()
+    yield from invalid_contents.frames()
+
+
+def oversized() -> Iterator[Vector]:
+    """Limits whose vectors are made when tested."""
+    layers = [layer(1, 1) for _ in range(1025)]
+    yield vector("header-layers-1025", "10", "1,025 layers", cache([coding("raw")], layers, stop=1))
+
+    def arrays(body: Document) -> None:
+        stop = body[names_of(body)[-1]]["data_offsets"][1]
+        for number in range(65_537):
+            body[f"x{number}"] = {"dtype": "U8", "shape": [64], "data_offsets": [stop, stop + 64]}
+            stop += 64
+
+    grown = lambda data: data.extend(bytes(64 * 65_537))  # noqa: E731
+    yield vector("header-arrays-over-limit", "10", "65,537 more arrays", tiny(), entries=arrays, data=grown)
+    quotes = lambda text: '{"' + '\\"' * 4_000_000  # noqa: E731
+    yield vector("header-unclosed-string-8-mb", "4.2", "linear time, please", tiny(), header_text=quotes)
+    keys = lambda text: "{" + ",".join(f'"{i}":0' for i in range(500_000)) + ',"499999":0}'  # noqa: E731
+    yield vector("header-many-keys", "4.2", "a duplicate among 500,000 keys", tiny(), header_text=keys)

@@ -1,0 +1,280 @@
+"""Caches that every reader must read: each exercises a clause of the SPEC at its boundary."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from format_spec.generator.formulas import Formulas, cache, coding, digest, f32, layer
+from format_spec.generator.writer import CacheDraft, Document, Files, Hooks, sha256, write, zstd_frame
+
+
+def valid() -> Iterator[tuple[str, CacheDraft, Files]]:
+    """Name, draft and files of each vector."""
+    for name, draft in drafts():
+        yield name, draft, write(draft)
+    yield generous_document()
+
+
+def drafts() -> Iterator[tuple[str, CacheDraft]]:
+    """The caches that are written as they are."""
+    # SPEC 11.
+    yield "entropy-small", cache([coding("entropy", segment_tokens=128, sink_tokens=4)], stop=70)
+    for radix in (1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 16, 17, 32):
+        yield f"entropy-radix-{radix}", cache([coding("entropy", radix=radix)], [layer(1, 4)], stop=13)
+    yield "entropy-segments", cache([coding("entropy", segment_tokens=16, sink_tokens=1)], stop=70)
+    yield "entropy-escapes", escapes()
+    yield "entropy-compressed", compressed()
+    yield (
+        "entropy-compressed-by-zstd",
+        cache([coding("entropy", segment_tokens=128)], stop=48, formulas=Formulas(q=skewed), compress=by_zstd),
+    )
+    yield "entropy-extremes", extremes("bf16")
+    yield "entropy-extremes-fp16", extremes("fp16")
+    # 3 * fl(1/3) rounds to 1: the sum is 0 unless multiplication and addition are fused.
+    yield (
+        "entropy-no-fused-multiply-add",
+        cache(
+            [coding("entropy", radix=2)],
+            stop=6,
+            formulas=Formulas(
+                q=lambda y, t, z: 3 * (1 - 2 * (y % 2)),
+                digit=lambda y, t, z, radix: y % 2,
+                mean=lambda x, z: 1 - 2 * (x % 2),
+                steps=lambda z, radix: (1 / 3, 1 / 11),
+            ),
+        ),
+    )
+    yield "single-token", cache([coding("entropy")], stop=1)
+    yield "all-sinks-entropy", cache([coding("entropy", sink_tokens=4)], stop=3)
+    yield "all-sinks-fixed", cache([coding("fixed", sink_tokens=3)], stop=3)
+    yield "start-inside-sinks", cache([coding("entropy", sink_tokens=4)], start=3, stop=9)
+    yield "start-after-sinks", cache([coding("fixed", sink_tokens=4)], start=300, stop=620, layers=[layer(1, 2)])
+    yield from fixed()
+    for dtype in ("bf16", "fp16", "fp32"):
+        # 7 tokens of 15 channels are no multiple of 64 bytes: segments follow each other without gap.
+        raw = coding("raw", segment_tokens=7)
+        yield f"raw-{dtype}", cache([raw], [layer(3, 5)], stop=16, dtype=dtype)
+    yield "mixed-layers", mixed()
+    yield "token-ids-not-stored", cache([coding("entropy")], stop=5, stored=False)
+    long = {"adapter": "some-lora", "salt_sha256": digest(3)}
+    few = [layer(1, 1)]
+    yield "prefix-one-block", cache([coding("entropy", segment_tokens=256)], few, stop=256)
+    yield "prefix-two-blocks", cache([coding("entropy", segment_tokens=300)], few, stop=767, identity=long)
+    unknown: Document = {"fingerprint": None, "stored": False}
+    yield (
+        "prefix-ids-not-stored",
+        cache([coding("entropy", segment_tokens=512)], few, stop=300, identity=unknown, stored=False),
+    )
+
+
+def fixed() -> Iterator[tuple[str, CacheDraft]]:
+    """SPEC 8.3: splits, pages, groups, chunk types, odd head dims, partial pages and chunks."""
+    shapes: dict[str, tuple[Document, tuple[int, int], int, str]] = {
+        "fixed-3-5": ({}, (2, 8), 70, "bf16"),
+        "fixed-4-4-token": ({"group": "token", "chunk_dtype": "f32", "page_tokens": 0}, (2, 16), 32, "fp16"),
+        "fixed-5-3-no-offset": ({"offset": False}, (1, 12), 21, "bf16"),
+        "fixed-6-2-no-pages": ({"page_tokens": 0, "segment_tokens": 12}, (2, 5), 27, "bf16"),
+        "fixed-8-0": ({"chunk_dtype": "f32"}, (1, 8), 17, "fp16"),
+        "fixed-4-0-token": ({"group": "token", "offset": False}, (2, 8), 18, "bf16"),
+        "fixed-7-1": ({"chunk_tokens": 1, "page_tokens": 5, "segment_tokens": 10}, (1, 3), 23, "fp16"),
+        "fixed-1-1": ({"chunk_dtype": "f32", "offset": False, "page_tokens": 0}, (3, 1), 9, "bf16"),
+        "fixed-2-6-head-dim-80": ({"chunk_tokens": 16, "group": "token"}, (1, 80), 20, "bf16"),
+        "fixed-3-0-one-chunk": ({"chunk_tokens": 64, "page_tokens": 64}, (2, 9), 64, "fp16"),
+    }
+    for name, (fields, shape, stop, dtype) in shapes.items():
+        bits = {"anchor_bits": int(name[6]), "residual_bits": int(name[8])}
+        yield name, cache([coding("fixed", **bits, **fields)], [layer(*shape)], stop=stop, dtype=dtype)
+    for dtype in ("bf16", "fp16"):
+        yield f"fixed-rounding-{dtype}", rounding(dtype, pages=False)
+        yield f"fixed-overflow-{dtype}", rounding(dtype, pages=True)
+    # V * scale is -0 and there is no offset: the sum with +0 is +0, with and without pages whose mean is -0.
+    for name, pages in (("fixed-zeros", 0), ("fixed-zeros-pages", 4)):
+        own = coding("fixed", anchor_bits=2, residual_bits=1, chunk_dtype="f32", offset=False, page_tokens=pages)
+        formulas = Formulas(
+            book=lambda i, size: i - size // 2,
+            chunk_scale=lambda x, c: -1.0,
+            page_mean=lambda x, p: np.where(x % 2, -0.0, 0.0),
+            page_scale=lambda x, p: np.where(x % 3, -2.0, 2.0),
+        )
+        yield name, cache([own], stop=6, formulas=formulas)
+
+
+def escapes() -> CacheDraft:
+    """Escapes in first and last place, at both ends of the range, and where none was needed."""
+    ends = np.array([0, 127, -127, 128, -128, 2**18 - 1, 1 - 2**18, 255, -255])
+    return cache(
+        [coding("entropy", radix=32, segment_tokens=5)],
+        [layer(1, 3)],
+        stop=13,
+        dtype="fp16",
+        formulas=Formulas(
+            q=lambda y, t, z: ends[(t + 4 * y + z) % 9],
+            digit=lambda y, t, z, radix: (31 * t + y) % radix,
+            steps=lambda z, radix: (2.0**-9, 2.0**-15),
+            escaped=lambda q, y, t: (np.abs(q) > 127) | ((q == 0) & (t % 2 == 0)),
+        ),
+    )
+
+
+def compressed() -> CacheDraft:
+    """Every form of zstd frame header over raw and run-length blocks, beside uncompressed segments."""
+
+    def compress(part: str, number: int, raw: bytes) -> bytes | None:
+        if number == 1:
+            return zstd_frame(raw, size_bytes=8)
+        if number == 2:
+            return zstd_frame(raw, size_bytes=4, window_log=23)
+        if number == 3:
+            return zstd_frame(raw, size_bytes=2 if len(raw) >= 256 else 1)
+        if number == 4:
+            return zstd_frame(raw, size_bytes=4, window_log=10)
+        return None
+
+    return cache(
+        [coding("entropy", segment_tokens=20)],
+        stop=100,
+        formulas=Formulas(q=lambda y, t, z: (t // 20 + y // 4) * (t % 20 < 12) + 200 * (t == 41) * (y == 3)),
+        compress=compress,
+    )
+
+
+def skewed(y: Any, t: Any, z: int) -> Any:
+    """Symbols of an uneven distribution, without runs: what an entropy coder is for."""
+    mixed = (t * 48271 + y * 16807 + t * y * 2477 + z * 97) % 65537 % 64
+    return np.where(mixed < 32, 0, np.where(mixed < 48, 1, np.where(mixed < 56, -1, mixed - 60)))
+
+
+def by_zstd(part: str, number: int, raw: bytes) -> bytes | None:
+    """What a real compressor made of the two anchor segments; the others stay as they are."""
+    return REAL_FRAMES[sha256(raw)] if part == "anchor" else None
+
+
+def extremes(dtype: str) -> CacheDraft:
+    """Steps at both ends of f32: products that overflow, subnormal ones, and a mean of -0."""
+    steps = [(1e38, 1e37), (2.0**-149, 2.0**-149), (2.0**-140, 2.0**-143), (2.0**-18, 2.0**-25)]
+    return cache(
+        [coding("entropy", radix=3)],
+        [layer(1, 6), layer(1, 6)],
+        stop=11,
+        dtype=dtype,
+        formulas=Formulas(
+            steps=lambda z, radix: steps[z],
+            mean=lambda x, z: np.array([-0.0, 0.0, 3e38, -3e38, 2.0**-133, -(2.0**-24)])[x],
+        ),
+    )
+
+
+# f32 bits around the ties, the subnormals and the largest values of bf16 and fp16.
+EDGES = [
+    *(0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x7F7FFFFF, 0x7F7F7FFF, 0x7F7F8000, 0x7F7F0000),
+    *(0x00000001, 0x00008000, 0x00008001, 0x00018000, 0x007FFFFF, 0x007F8000, 0x00800000, 0x00000000),
+    *(0x38800000, 0x387FFFFF, 0x387FE000, 0x387FF000, 0x33000000, 0x33000001, 0x32FFFFFF, 0x33800000),
+    *(0x33C00000, 0x33BFFFFF, 0x34200000, 0x38001000, 0x477FE000, 0x477FEFFF, 0x477FF000, 0x47800000),
+    *(0x3F801000, 0x3F803000, 0x3F801001, 0x3F802FFF, 0x387FD000, 0x38802000, 0x38801000, 0x38803000),
+]
+
+
+def rounding(dtype: str, *, pages: bool) -> CacheDraft:
+    """SPEC 8.5 on the values of EDGES; with pages, products and offsets that overflow to infinity and NaN."""
+    values = np.array([edge | sign for edge in EDGES for sign in (0, 0x80000000)], np.uint32).view(np.float32)
+    table = np.concatenate([values, f32(np.arange(256 - values.size) - 88)])
+    own = coding(
+        "fixed",
+        anchor_bits=8,
+        residual_bits=0,
+        chunk_dtype="f32",
+        chunk_tokens=1,
+        page_tokens=1 if pages else 0,
+        segment_tokens=2 if pages else 64,
+    )
+    return cache(
+        [own],
+        [{"kind": "full", "tensors": {"latent": {"heads": 2, "head_dim": 128, "coding": 0}}}],
+        stop=4,
+        dtype=dtype,
+        formulas=Formulas(
+            book=lambda i, size: table[i],
+            code=lambda x, t, z: x,
+            chunk_scale=lambda x, c: np.array([1.0, 2.0, -0.5, 3e38])[c],
+            chunk_offset=lambda x, c: np.array([0.0, -0.0, 2.0**-26, -3e38])[c] * np.where(x % 2, 1, -1),
+            page_mean=lambda x, p: np.array([0.0, -0.0, 3e38, 1.0])[p],
+            page_scale=lambda x, p: np.array([1.0, 0.0, -3e38, 3e38])[p],
+        ),
+    )
+
+
+def mixed() -> CacheDraft:
+    """Layers and tensors that differ in everything that may differ, V before K in the JSON, a coding unused."""
+    codings = [
+        coding("entropy", sink_tokens=4, segment_tokens=16),
+        coding("raw", segment_tokens=33),
+        coding("fixed", codebook="a-1", anchor_bits=3, residual_bits=5),
+        coding("fixed", codebook="a-1", anchor_bits=3, residual_bits=5, sink_tokens=2, segment_tokens=32),
+        coding("fixed", codebook="unused", anchor_bits=1, residual_bits=0),
+        coding("entropy", radix=1),
+    ]
+    layers = [
+        {
+            "kind": "full",
+            "tensors": {
+                "v": {"heads": 1, "head_dim": 6, "coding": 1},
+                "k": {"heads": 2, "head_dim": 4, "coding": 0},
+            },
+        },
+        layer(3, 4, 2, kind="sliding", window=16, start=24),
+        {"kind": "full", "tensors": {"latent": {"heads": 1, "head_dim": 20, "coding": 3}}},
+        layer(1, 2, 5, kind="sliding", window=100),
+        layer(1, 2, 0, kind="sliding", window=1, start=39),
+    ]
+    return cache(codings, layers, stop=40)
+
+
+def generous_document() -> tuple[str, CacheDraft, Files]:
+    """What a reader must ignore or bear: unknown fields and keys, free order, depth 16, long strings, escapes."""
+    draft = cache([coding("entropy")], [layer(1, 4)], stop=3, identity={"adapter": 'Lüchse "\U0001f408"'})
+    nested: Any = "level 16 is the list around this"
+    for _ in range(15):
+        nested = [nested]
+
+    def document(role: str, body: Document) -> None:
+        # Level 1 is the document, so 15 lists end at level 16.
+        body |= {"unknown": nested, "long": "é" * 4096, "large": -(2**53) + 1, "float": 1.5e-7}
+        if role == "anchor":
+            body["tokens"]["unknown"] = body["layers"][0]["unknown"] = {"NaN": "Infinity"}
+
+    def entries(role: str, body: Document) -> None:
+        body["__metadata__"]["format"] = "pt"
+        items = list(body.items())
+        body.clear()
+        body |= dict(reversed(items))
+
+    def document_text(role: str, text: str) -> str:
+        return json.dumps(json.loads(text), ensure_ascii=False, indent=1) + "  "
+
+    def header_text(role: str, text: str) -> str:
+        return json.dumps(json.loads(text), ensure_ascii=False)
+
+    hooks = Hooks(document=document, document_text=document_text, entries=entries, header_text=header_text)
+    return "document-generous", draft, write(draft, hooks)
+
+
+# Frames of zstd 1.5.7 by the digest of their content: level 19 for K, level 3 with a checksum for V. Stored, because
+# the next version of the compressor may write other bytes.
+REAL_FRAMES = {
+    "820aca45cfae3aa149ea16e98cb4db0eca45d12247459b17158d05e2a486ddeb": base64.b64decode(
+        "KLUv/WAAAvUFALYbIQ3ApdABTabd+P//f1YDGwAcAB0AIkmqqu50FuzszrIzsbOwsfOvEhH8VQn/JQ30qQ/1Ij2QPqlPvdQzwG0GbY"
+        "rbrBWWE9e5sYSPEo0ysUSchIz/qx6lM9sGZttLL/HKeMkrvBK8AK8E63LhcrnGPXH5Y/ifSKpWBAWaczdNc3dDUBiwBhYgoAIjZR30"
+        "zyi7QBLG0O39pvOlc44Z5NVBbbZJ0o1tHnZ5MfefOZZDhh3HzDckhISO13yp5CM="
+    ),
+    "b26715ad2b553d6b1e6f400be7e690f838b9f50b52d825c4f411cd6308bd22f5": base64.b64decode(
+        "KLUv/WQAAgUHAFIIDgng6VumtAcAACMK1SlBa8ERfTy12AWjxz8zlOjw80drfy07C6gDcc30ZuMFa66YJaks9IN+6kcFXqjAVk3SAb"
+        "ACIZOxAxIgVlUtmVQx7LWfAWgXrK/WqtLNhcodIRHIpPi8yOcCPD4wvUkukDwaRYL34C4qg2rHU/qdDzblxhnorDndXjqAtem1l12s"
+        "6DXVdHPGsRS0BgexC2PKge1TvFIt9ZalydFLgtViq7GUsdPqsXlybzo0A7HhYKMnEAIYTqmHS7DTctI2mUGf9ZYu1zwVJIK8AE0A8o"
+        "CdecPIpvtR7Q=="
+    ),
+}
