@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, CONFIG_MAPPING, PretrainedConfig, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
 
 from lynxkv.integrations.hf import Model
 
@@ -63,7 +63,7 @@ def tiny_model(family: str = "llama", *, seed: int = 0, **settings: Any) -> Mode
     config = tiny_config(family, **settings)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     hf.generation_config.eos_token_id = config.eos_token_id
     return Model.wrap(hf, tiny_tokenizer(config.vocab_size), model_id=f"tiny-{family}")
 
@@ -72,8 +72,7 @@ def tiny_tokenizer(vocab_tokens: int = VOCAB_TOKENS) -> PreTrainedTokenizerFast:
     """Words `w3`, `w4`, ... by number, after `<pad>`, `<s>` and `</s>`; no chat template."""
     words = ["<pad>", "<s>", "</s>", *(f"w{number}" for number in range(3, vocab_tokens))]
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
-    tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")
-    return PreTrainedTokenizerFast(
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
     )

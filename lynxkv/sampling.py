@@ -1,0 +1,84 @@
+"""From logits to a distribution, the same function for the draft (q) and for the verification (p)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lynxkv.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen. Temperature 0 is greedy, and then top-p and the seed have no effect.
+
+    Raises:
+        InputError: a value is out of range.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise InputError(f"temperature is {self.temperature}", hint="use 0 for greedy, or a positive number")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p is {self.top_p}", hint="use a number above 0, at most 1")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise InputError(
+                f"repetition_penalty is {self.repetition_penalty}", hint="use a positive number; 1 is none"
+            )
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the distribution depends on earlier tokens other than through the logits."""
+        return self.repetition_penalty != 1.0
+
+    def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
+        """The one source of randomness of a run; draft and verification must share it, never restart it."""
+        return torch.Generator(device).manual_seed(self.seed)
+
+    def distribution(self, logits: Tensor, history: Sequence[int]) -> Tensor:
+        """Probabilities f32 [V] of the next token.
+
+        Order: repetition penalty, temperature, top-p. Greedy gives a one-hot distribution.
+
+        Args:
+            logits: [V], of the position before the token.
+            history: ids of all tokens before it, the cached prompt included; read only if `needs_history`.
+        """
+        scores = logits.float()
+        if self.needs_history:
+            scores = self._penalised(scores, history)
+        if self.temperature == 0:
+            greedy = torch.zeros_like(scores)
+            greedy[scores.argmax()] = 1.0
+            return greedy
+        # Shifted first, so that a tiny temperature gives -inf instead of an overflow.
+        probabilities = torch.softmax((scores - scores.max()) / self.temperature, dim=-1)
+        return self._nucleus(probabilities) if self.top_p < 1 else probabilities
+
+    def _penalised(self, scores: Tensor, history: Sequence[int]) -> Tensor:
+        """Scores of tokens seen before, moved towards less likely: divided if positive, multiplied if negative."""
+        seen = torch.tensor(sorted(set(history)), dtype=torch.long, device=scores.device)
+        old = scores[seen]
+        penalty = self.repetition_penalty
+        return scores.scatter(0, seen, torch.where(old > 0, old / penalty, old * penalty))
+
+    def _nucleus(self, probabilities: Tensor) -> Tensor:
+        """The fewest most likely tokens whose sum reaches top_p, renormalised."""
+        ordered, order = probabilities.sort(descending=True, stable=True)
+        before = ordered.cumsum(0) - ordered
+        kept = torch.where(before < self.top_p, ordered, 0.0)
+        return torch.zeros_like(probabilities).scatter(0, order, kept / kept.sum())
+
+
+def draw(probabilities: Tensor, generator: torch.Generator) -> int:
+    """One token id from a distribution [V]."""
+    return int(torch.multinomial(probabilities, 1, generator=generator))
