@@ -113,9 +113,7 @@ def _from_hub(reference: str, report: Report) -> Checkpoint:
     model_id, _, revision = reference.partition("@")
     report(f"looking for {reference} on the Hugging Face hub")
     try:
-        folder = Path(
-            huggingface_hub.snapshot_download(model_id, revision=revision or None, allow_patterns=HUB_FILES)
-        )
+        folder = Path(huggingface_hub.snapshot_download(model_id, revision=revision or None, allow_patterns=HUB_FILES))
     except (OSError, ValueError, HfHubHTTPError) as error:
         raise InputError(
             f"cannot get {reference} from the hub: {str(error).splitlines()[0]}",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 
 from lynxkv.checkpoints import Report, resolve
@@ -57,6 +58,10 @@ class DecoderModel(Protocol):
 
     @property
     def identity(self) -> Identity: ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where its logits are."""
 
     @property
     def context_tokens(self) -> int | None:

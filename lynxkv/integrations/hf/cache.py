@@ -10,15 +10,19 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from lynxkv.decoder import CacheDecoder
 from lynxkv.errors import IdentityError, InputError
+from lynxkv.fetch import open_cache
+from lynxkv.identity import check_identity
 from lynxkv.kv import KV, KVLayer
-from lynxkv.layout import LayerSpec, TensorName
+from lynxkv.layout import LayerSpec, Precision, TensorName
 from lynxkv.models import LayerShape
+from lynxkv.store import Link
 
 ROLLBACK_TOKENS = 256
 
 
-class LynxLayer(CacheLayerMixin):  # type: ignore[misc]
+class LynxLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """K and V of positions [start, start + length) in buffers [1, H, capacity, D].
 
     A sliding layer that is full moves its last positions to the front, so it holds at least `window - 1` positions and
@@ -38,7 +42,7 @@ class LynxLayer(CacheLayerMixin):  # type: ignore[misc]
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.window = shape.window
         self.is_sliding = shape.window is not None
         self.start = self.stored_start = start
@@ -145,16 +149,16 @@ class LynxLayer(CacheLayerMixin):  # type: ignore[misc]
         self.start = self.length = 0
 
 
-class LynxCache(Cache):  # type: ignore[misc]
+class LynxCache(Cache):
     """The live cache of one sequence: a `Destination` for decoding, a `Cache` for transformers.
 
-        cache = LynxCache.allocate(model, tokens=2048, new_tokens=256)
-        model.hf.generate(input_ids, past_key_values=cache)
+        cache = LynxCache.load("report.lynx", model, new_tokens=256)
+        model.hf.generate(prompt_and_question_ids, past_key_values=cache)
 
     `rollback(tokens)` takes an absolute length; `crop` is transformers' own relative form.
     """
 
-    layers: list[LynxLayer]
+    layers: list[LynxLayer]  # type: ignore[assignment]
 
     @classmethod
     def allocate(
@@ -184,7 +188,7 @@ class LynxCache(Cache):  # type: ignore[misc]
         else:
             check_layers(layers, shapes)
             spans = [(layer.start, layer.stop) for layer in layers]
-        built = []
+        built: list[Any] = []
         for shape, (start, stop) in zip(shapes, spans, strict=True):
             capacity = tokens + new_tokens - start
             if shape.window is not None:
@@ -201,6 +205,34 @@ class LynxCache(Cache):  # type: ignore[misc]
                 )
             )
         return cls(layers=built)
+
+    @classmethod
+    def load(
+        cls,
+        url: str,
+        model: Any,
+        *,
+        new_tokens: int,
+        precision: Precision = "full",
+        link: Link | None = None,
+    ) -> LynxCache:
+        """Fetch and decode the cache at `url`, with room for `new_tokens` more.
+
+        Raises:
+            IdentityError: it belongs to another model.
+            CacheNotFoundError, FetchError, FormatError: it cannot be fetched or is damaged.
+        """
+        with open_cache(url, link=link) as reader:
+            header = reader.header
+            check_identity(header.identity, model.identity)
+            cache = cls.allocate(model, header.tokens.stop, new_tokens, layers=header.layers)
+            decoder = CacheDecoder(header, cache)
+            for payload in reader.stream_anchor():
+                decoder.anchor(payload)
+            if precision == "full" and header.residual is not None:
+                for payload in reader.start_residual():
+                    decoder.refine(payload)
+        return cache
 
     @property
     def tokens(self) -> int:

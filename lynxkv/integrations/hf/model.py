@@ -58,7 +58,7 @@ class Model:
             UnsupportedModelError: its layers do not keep K and V per head.
         """
         support.refuse_unsupported(hf.config)
-        hf.eval()
+        hf.eval()  # type: ignore[no-untyped-call]
         argument = "cache" if "cache" in inspect.signature(hf.forward).parameters else "past_key_values"
         digests = digests or memory_digests(hf, tokenizer)
         return cls(
@@ -82,7 +82,13 @@ class Model:
     @property
     def vocab_tokens(self) -> int:
         """Rows of the embedding: every id below is one the model can take."""
-        return int(self.hf.get_input_embeddings().weight.shape[0])
+        weight: Any = self.hf.get_input_embeddings().weight
+        return int(weight.shape[0])
+
+    @property
+    def device(self) -> torch.device:
+        """Where its logits are."""
+        return torch.device(self.hf.device)
 
     def layer_specs(self) -> tuple[LayerShape, ...]:
         """Kind, window and tensor shapes of each layer, as a forward pass shows them."""
@@ -119,9 +125,7 @@ class Model:
 
     def to_text(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids`, special tokens left out."""
-        return str(
-            self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def load_checkpoint(checkpoint: Checkpoint, *, dtype: str = "float32", device: str = "cpu") -> Model:
@@ -138,9 +142,10 @@ def load_checkpoint(checkpoint: Checkpoint, *, dtype: str = "float32", device: s
         try:
             support.refuse_unsupported(AutoConfig.from_pretrained(folder, local_files_only=True))
             tokenizer = _load_tokenizer(folder)
-            hf = AutoModelForCausalLM.from_pretrained(
+            hf: Any = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=DTYPES[dtype], local_files_only=True, use_safetensors=True
-            ).to(device)
+            )
+            hf.to(device)
         except InputError:
             raise
         except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -163,7 +168,7 @@ def _load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     except Exception as error:
         # Tokenizer libraries raise bare Exception for files they cannot parse.
         raise InputError(f"{folder} has no tokenizer that loads", hint="add tokenizer.json to the folder") from error
-    if not isinstance(tokenizer, PreTrainedTokenizerBase) or not len(tokenizer):
+    if not len(tokenizer):
         raise InputError(f"{folder} has no tokenizer that loads", hint="add tokenizer.json to the folder")
     return tokenizer
 
@@ -196,7 +201,7 @@ def _layer_shapes(hf: PreTrainedModel, argument: str) -> tuple[LayerShape, ...]:
     hf(torch.zeros(1, 1, dtype=torch.long, device=hf.device), use_cache=True, logits_to_keep=1, **{argument: cache})
     shapes = []
     for number, (layer, window) in enumerate(zip(cache.layers, support.layer_windows(hf.config), strict=True)):
-        keys, values = layer.keys, layer.values
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None or keys.ndim != 4 or keys.shape[-2] != 1 or values.shape[-2] != 1:
             raise UnsupportedModelError(
                 f"layer {number} of this {hf.config.model_type} model keeps no K and V per head",

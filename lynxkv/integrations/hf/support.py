@@ -33,7 +33,7 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
     if config.is_encoder_decoder:
         raise _refusal(name, "an encoder-decoder model, whose cache also holds cross-attention")
     try:
-        model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]  # type: ignore[attr-defined]
+        model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
     except KeyError:
         raise _refusal(name, "not a causal language model") from None
     text = text_config(config)
