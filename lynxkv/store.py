@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import fsspec
 
@@ -144,13 +145,9 @@ class Store:
             raise CacheExistsError(f"{self.url} exists already", hint="give another name, or --force to replace it")
         if self.is_local:
             folder = Path(self.path)
-            with self._writing():
-                folder.mkdir(parents=True, exist_ok=True)
-                probe = folder / f".probe-{uuid.uuid4().hex}"
-                probe.touch(exist_ok=False)
-                probe.unlink()
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+            existing = next(path for path in (folder, *folder.parents) if path.exists())
+            with self._writing(), tempfile.TemporaryFile(dir=existing):
+                pass
 
     def publish(self, anchor: Shard, residual: tuple[str, Shard] | None, *, overwrite: bool) -> None:
         """Write the Residual, then the Anchor; whoever sees the Anchor sees a complete cache.
@@ -171,10 +168,9 @@ class Store:
 
     def _put_local(self, name: str, shard: Shard, *, overwrite: bool) -> None:
         folder = Path(self.path)
-        folder.mkdir(parents=True, exist_ok=True)
         final, temporary = folder / name, folder / f".{name}.{uuid.uuid4().hex}"
         try:
-            with temporary.open("xb") as file:
+            with _create(temporary) as file:
                 for buffer in shard.buffers:
                     file.write(buffer)
                 file.flush()
@@ -221,6 +217,15 @@ class Store:
             raise
         except Exception as error:  # fsspec backends raise errors of their own
             raise StoreError(f"cannot write {self.url}: {_words(error)}", hint=_hint(error)) from error
+
+
+def _create(path: Path) -> BinaryIO:
+    """A new file in a folder that another writer may be removing because its own attempt failed."""
+    for _ in range(3):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            return path.open("xb")
+    return path.open("xb")
 
 
 def _words(error: Exception) -> str:

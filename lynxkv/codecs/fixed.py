@@ -77,9 +77,9 @@ class FixedCodec(Codec):
         if coding.chunk_dtype == "u8":
             page = _run_extreme(x.abs(), coding.page_tokens, coding.group)
             reach = (reach + page * 2 / 255) * SCALE_RATIO + page * float(scale_table()[1])
-        return farthest * reach + 2.0**-20 * _run_extreme(
-            x.abs(), coding.page_tokens or coding.chunk_tokens, coding.group
-        )
+        # f32 arithmetic: relative to the largest value near by, and the spacing of subnormals.
+        near = _run_extreme(x.abs(), coding.page_tokens or coding.chunk_tokens, coding.group)
+        return farthest * reach + 2.0**-20 * near + 2.0**-146
 
 
 def _half_range(x: Tensor, coding: FixedCoding) -> Tensor:

@@ -18,6 +18,8 @@ class Raw(Codec):
 
     name: ClassVar[str] = "raw"
 
+    compress: bool = False
+
     def coding(self, tensor: TensorName, channels: int) -> Coding:
         return RawCoding(segment_tokens=segment_tokens(channels, 64))
 

@@ -49,12 +49,14 @@ class Uniform(Codec):
 
     def tables(self, x: Tensor, tensor: TensorName) -> EntropyTables:
         rows = x.transpose(1, 2).reshape(-1, x.shape[1])
-        mean = round_to(rows.mean(1), "bf16").to(torch.float32)
+        mean = round_to(rows.mean(1, dtype=torch.float64).to(torch.float32), "bf16").to(torch.float32)
         centred = rows - mean[:, None]
-        variance = centred.square().mean(1)
-        spread = float(variance.mean().sqrt())
+        # Relative to the peak, so that no square overflows.
+        peak = max(float(centred.abs().max()), _MIN_STEP)
+        variance = (centred / peak).square().mean(1)
+        spread = peak * float(variance.mean().sqrt())
         relative = self.value_step if tensor == "v" else self.key_step
-        step = np.float32(max(relative * spread, float(centred.abs().max()) / _MAX_INDEX, _MIN_STEP))
+        step = np.float32(max(relative * spread, peak / _MAX_INDEX, _MIN_STEP))
         return EntropyTables(
             mean=mean.numpy(),
             order=torch.argsort(variance, stable=True).numpy().astype(np.uint16),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -17,8 +18,8 @@ def loads(text: str, *, what: str, max_depth: int) -> dict[str, Any]:
     """Parse one JSON object.
 
     Raises:
-        HeaderError: it is not one object, nests deeper than `max_depth`, repeats a key, or holds NaN, Infinity or an
-            integer of 2^53 and above.
+        HeaderError: it is not one object, nests deeper than `max_depth`, repeats a key, or holds NaN, Infinity, a lone
+            surrogate or an integer of 2^53 and above.
     """
     depth = 0
     for token in _STRUCTURE.finditer(text):
@@ -29,9 +30,15 @@ def loads(text: str, *, what: str, max_depth: int) -> dict[str, Any]:
         elif token.group() in ("]", "}"):
             depth -= 1
     try:
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_int=_integer)
+        value = json.loads(
+            text, object_pairs_hook=_object, parse_constant=_constant, parse_int=_integer, parse_float=_float
+        )
+        if "\\ud" in text.lower():
+            json.dumps(value, ensure_ascii=False).encode()
     except HeaderError as error:
         raise HeaderError(f"{what}: {error.message}") from None
+    except UnicodeEncodeError:
+        raise HeaderError(f"{what} holds a lone surrogate") from None
     except ValueError as error:
         raise HeaderError(f"{what} is not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -40,10 +47,11 @@ def loads(text: str, *, what: str, max_depth: int) -> dict[str, Any]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise HeaderError(f"the key {next(k for k in keys if keys.count(k) > 1)!r} occurs twice")
+    out: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in out:
+            raise HeaderError(f"the key {key[:80]!r} occurs twice")
+        out[key] = value
     return out
 
 
@@ -55,3 +63,10 @@ def _integer(digits: str) -> int:
     if len(digits) > 17 or abs(int(digits)) >= MAX_INTEGER:
         raise HeaderError(f"the integer {digits[:20]} is out of range")
     return int(digits)
+
+
+def _float(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise HeaderError(f"the number {digits[:20]} is out of range")
+    return value

@@ -71,7 +71,7 @@ def quantize_fixed(x: Tensor, coding: FixedCoding, tables: FixedTables) -> tuple
     normal = rows
     if coding.page_tokens:
         page = _runs(tokens, coding.page_tokens)
-        high, low = _per_run(rows, page, "amax"), _per_run(rows, page, "amin")
+        high, low = _extremes(rows, coding.page_tokens)
         # Halves first: the sum of two large values would overflow.
         mean = high / 2 + low / 2
         scale = torch.maximum(high - mean, mean - low)
@@ -80,12 +80,12 @@ def quantize_fixed(x: Tensor, coding: FixedCoding, tables: FixedTables) -> tuple
     chunk = _runs(tokens, coding.chunk_tokens)
     offset_values: Tensor | None = None
     if coding.offset:
-        high, low = _per_run(normal, chunk, "amax"), _per_run(normal, chunk, "amin")
+        high, low = _extremes(normal, coding.chunk_tokens)
         if coding.group == "token":
             high, low = high.amax(1, keepdim=True), low.amin(1, keepdim=True)
         offset_codes, offset_values = _chunk_parameter(high / 2 + low / 2, tables.offset, round_up=False)
         normal = normal - offset_values[chunk]
-    peak = _per_run(normal.abs(), chunk, "amax")
+    peak, _ = _extremes(normal.abs(), coding.chunk_tokens)
     if coding.group == "token":
         peak = peak.amax(1, keepdim=True)
     scale_codes, scale_values = _chunk_parameter(peak / tables.peak, tables.scale, round_up=True)
@@ -139,9 +139,16 @@ def _runs(tokens: int, length: int) -> Tensor:
     return torch.arange(tokens) // length
 
 
-def _per_run(rows: Tensor, run: Tensor, reduce: str) -> Tensor:
-    out = rows.new_zeros(int(run[-1]) + 1, rows.shape[1])
-    return out.scatter_reduce(0, run[:, None].expand_as(rows), rows, reduce, include_self=False)
+def _extremes(rows: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Largest and smallest value of each channel in each run of `length` tokens: [runs, N] both."""
+    whole = rows.shape[0] // length * length
+    runs = rows[:whole].view(-1, length, rows.shape[1])
+    high, low = runs.amax(1), runs.amin(1)
+    if whole < rows.shape[0]:
+        rest = rows[whole:]
+        high = torch.cat([high, rest.amax(0, keepdim=True)])
+        low = torch.cat([low, rest.amin(0, keepdim=True)])
+    return high, low
 
 
 def _chunk_parameter(value: Tensor, table: npt.NDArray[np.float32] | None, *, round_up: bool) -> tuple[U8, Tensor]:

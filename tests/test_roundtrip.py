@@ -1,0 +1,269 @@
+"""Encode, publish, fetch, decode: what goes in comes out, at both precisions, for every codec and shape."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+import lynxkv
+from lynxkv.codecs import CODECS, get_codec
+from lynxkv.decoder import CacheDecoder, KVDestination
+from lynxkv.encoder import encode_shards
+from lynxkv.kernels.rounding import TORCH_DTYPES, round_to
+from lynxkv.kv import KV, KVLayer, kv_from_safetensors, kv_to_safetensors
+from lynxkv.layout import Dtype, Identity, Precision, TensorName
+from lynxkv.testing.kv import random_kv
+
+
+def check_against(decoded: KV, original: KV, codec: str, dtype: Dtype, precision: Precision) -> None:
+    """Sinks are exact; coded tokens lie within the codec's bound of the original."""
+    method = get_codec(codec)
+    ulp = 2.0**-8 if dtype == "bf16" else 2.0**-11
+    for layer, source in zip(decoded.layers, original.layers, strict=True):
+        assert (layer.kind, layer.window, layer.start, layer.stop) == (
+            source.kind,
+            source.window,
+            source.start,
+            source.stop,
+        )
+        for name, tensor in layer.tensors.items():
+            assert tensor.dtype == TORCH_DTYPES[dtype]
+            exact = round_to(source.tensors[name].float(), dtype)
+            sinks = 0 if codec in ("raw", "int8", "int4") else min(max(4 - layer.start, 0), tensor.shape[1])
+            assert torch.equal(tensor[:, :sinks], exact[:, :sinks])
+            x = exact[:, sinks:].float()
+            if x.shape[1]:
+                bound = (
+                    method.error_bound(x, name, precision) + (codec != "raw") * ulp * tensor[:, sinks:].float().abs()
+                )
+                assert bool(((tensor[:, sinks:].float() - x).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("codec", list(CODECS))
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_every_codec_in_every_dtype(codec: str, dtype: Dtype, tmp_path: Path) -> None:
+    kv = random_kv(tokens=600, outlier=100.0)
+    url = str(tmp_path / "a.lynx")
+    report = lynxkv.encode(kv, url, codec=codec, dtype=dtype)
+    for precision in ("anchor", "full"):
+        decoded = lynxkv.load(url, precision=precision)
+        check_against(decoded, kv, codec, dtype, precision)
+        assert decoded.token_ids == kv.token_ids
+    assert lynxkv.check(url).bytes == report.bytes_anchor + report.bytes_residual
+    assert sum(path.stat().st_size for path in (tmp_path / "a.lynx").iterdir()) == lynxkv.check(url).bytes
+
+
+def test_raw_keeps_float32_bits(tmp_path: Path) -> None:
+    kv = random_kv(tokens=33)
+    lynxkv.encode(kv, str(tmp_path / "a.lynx"), codec="raw", dtype="fp32")
+    decoded = lynxkv.load(str(tmp_path / "a.lynx"))
+    for layer, source in zip(decoded.layers, kv.layers, strict=True):
+        for name in layer.tensors:
+            assert torch.equal(layer.tensors[name], source.tensors[name])
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 64, 257])
+@pytest.mark.parametrize("head_dim", [1, 5, 80, 96])
+@pytest.mark.parametrize("codec", ["default", "alg1", "raw", "int4"])
+def test_odd_shapes(tokens: int, head_dim: int, codec: str, tmp_path: Path) -> None:
+    kv = random_kv(layers=1, heads=3, tokens=tokens, head_dim=head_dim)
+    url = str(tmp_path / "a.lynx")
+    lynxkv.encode(kv, url, codec=codec)
+    lynxkv.check(url)
+    check_against(lynxkv.load(url), kv, codec, "bf16", "full")
+
+
+def test_layers_of_differing_shape(tmp_path: Path) -> None:
+    kv = random_kv(layers=4, tokens=100, windows=(None, 32))
+    wide = random_kv(layers=1, heads=1, tokens=100, head_dim=40).layers[0]
+    latent = KVLayer(tensors={"latent": torch.randn(1, 100, 72)}, start=0, stop=100)
+    kv = replace(kv, layers=[*kv.layers, wide, latent])
+    url = str(tmp_path / "a.lynx")
+    for codec in ("default", "alg1"):
+        lynxkv.encode(kv, url, codec=codec, overwrite=True)
+        lynxkv.check(url)
+        check_against(lynxkv.load(url, precision="anchor"), kv, codec, "bf16", "anchor")
+        check_against(lynxkv.load(url), kv, codec, "bf16", "full")
+
+
+def test_several_segments_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lynxkv.codecs.base.SEGMENT_ELEMENTS", 32 * 256)
+    kv = random_kv(layers=2, tokens=1000)
+    for codec in ("default", "alg1", "raw", "int8"):
+        url = str(tmp_path / f"{codec}.lynx")
+        cache = encode_shards(kv, codec=codec)
+        assert max(sum(1 for _ in ref.segments()) for ref in cache.header.tensors) == 4
+        lynxkv.encode(kv, url, codec=codec)
+        lynxkv.check(url)
+        check_against(lynxkv.load(url), kv, codec, "bf16", "full")
+
+
+def test_refining_in_place_equals_loading_full(tmp_path: Path) -> None:
+    kv = random_kv(tokens=300)
+    for codec in ("default", "alg1", "alg1-shift"):
+        url = str(tmp_path / f"{codec}.lynx")
+        lynxkv.encode(kv, url, codec=codec)
+        anchor, full = lynxkv.load(url, precision="anchor"), lynxkv.load(url)
+        with lynxkv.open(url) as reader:
+            destination = KVDestination(reader.header)
+            decoder = CacheDecoder(reader.header, destination)
+            for payload in reader.stream_anchor():
+                decoder.anchor(payload)
+            assert decoder.complete_anchor
+            assert not decoder.complete_full
+            assert decoder.resident_bytes > 0
+            assert _equal(destination.kv, anchor)
+            for payload in reader.start_residual():
+                decoder.refine(payload)
+            assert decoder.complete_full
+            assert decoder.resident_bytes == 0
+            assert _equal(destination.kv, full)
+
+
+def test_a_float32_destination_gets_the_same_values(tmp_path: Path) -> None:
+    """A float32 model decodes on bf16 values, widened exactly."""
+    kv = random_kv(tokens=50)
+    url = str(tmp_path / "a.lynx")
+    lynxkv.encode(kv, url)
+
+    class Wide(KVDestination):
+        def target(self, layer: int, tensor: TensorName) -> Tensor:
+            return wide[layer][tensor]
+
+    with lynxkv.open(url) as reader:
+        wide = [{name: torch.empty_like(x) for name, x in layer.tensors.items()} for layer in kv.layers]
+        decoder = CacheDecoder(reader.header, Wide(reader.header))
+        for payload in reader.stream_anchor():
+            decoder.anchor(payload)
+    narrow = lynxkv.load(url, precision="anchor")
+    for layer, source in zip(wide, narrow.layers, strict=True):
+        assert all(torch.equal(layer[name], source.tensors[name].float()) for name in layer)
+
+
+def test_encoding_twice_gives_the_same_bytes() -> None:
+    kv = random_kv()
+    first, second = encode_shards(kv), encode_shards(kv)
+    assert b"".join(first.anchor.buffers) == b"".join(second.anchor.buffers)
+
+
+def test_the_stock_library_reads_both_shards(tmp_path: Path) -> None:
+    kv = random_kv(tokens=300)
+    report = lynxkv.encode(kv, str(tmp_path / "a.lynx"))
+    shards = sorted((tmp_path / "a.lynx").iterdir())
+    assert len(shards) == 2
+    with safetensors.safe_open(shards[0], "pt") as file:
+        assert file.get_tensor("token_ids").tolist() == kv.token_ids
+        sink = file.get_tensor("layer.0.k.sink")
+    assert torch.equal(sink, round_to(kv.layers[0].tensors["k"][:, :4], "bf16").transpose(0, 1))
+    assert report.bytes_anchor == shards[0].stat().st_size
+
+
+def test_token_ids_can_be_left_out(tmp_path: Path) -> None:
+    kv = random_kv(tokens=300)
+    url = str(tmp_path / "a.lynx")
+    lynxkv.encode(kv, url, store_token_ids=False)
+    with lynxkv.open(url) as reader:
+        assert reader.token_ids() is None
+        assert reader.header.tokens.sha256 is not None
+        assert reader.header.prefix_blocks == 1
+    lynxkv.encode(replace(kv, token_ids=None), url, overwrite=True)
+    with lynxkv.open(url) as reader:
+        assert reader.header.tokens.sha256 is None
+        assert reader.header.prefix_blocks == 0
+    lynxkv.check(url)
+
+
+def test_prefix_digests_depend_on_the_tenant() -> None:
+    kv = random_kv(tokens=512)
+    plain, salted = (
+        encode_shards(kv, identity=Identity(fingerprint="a" * 64, salt_sha256=salt)) for salt in (None, "b" * 64)
+    )
+    assert plain.header.prefix_blocks == salted.header.prefix_blocks == 2
+    assert plain.header.cache_id != salted.header.cache_id
+
+
+def test_kv_files_come_back(tmp_path: Path) -> None:
+    kv = random_kv(tokens=20)
+    kv_to_safetensors(kv, tmp_path / "kv.safetensors")
+    back = kv_from_safetensors(tmp_path / "kv.safetensors")
+    assert _equal(back, kv)
+    assert back.token_ids == kv.token_ids
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {},
+        {"layer.0.k": torch.zeros(1, 2, 4)},
+        {"layer.0.k": torch.zeros(1, 2, 4), "layer.0.v": torch.zeros(1, 3, 4)},
+        {"layer.0.k": torch.zeros(1, 2, 4), "layer.0.v": torch.zeros(1, 2, 4), "extra": torch.zeros(1)},
+        {"layer.0.k": torch.zeros(2, 2, 2, 4), "layer.0.v": torch.zeros(2, 2, 2, 4)},
+        {"layer.0.k": torch.zeros(1, 2, 4), "layer.0.v": torch.zeros(1, 2, 4), "token_ids": torch.zeros(3).long()},
+        {"layer.0.k": torch.zeros(1, 2, 4).int(), "layer.0.v": torch.zeros(1, 2, 4)},
+    ],
+)
+def test_other_kv_files_are_refused(tensors: dict[str, Tensor], tmp_path: Path) -> None:
+    safetensors.torch.save_file(tensors, tmp_path / "kv.safetensors")
+    with pytest.raises(lynxkv.InputError):
+        kv_from_safetensors(tmp_path / "kv.safetensors")
+
+
+def test_a_file_that_is_not_safetensors_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "kv.safetensors").write_bytes(b"hello")
+    with pytest.raises(lynxkv.InputError):
+        kv_from_safetensors(tmp_path / "kv.safetensors")
+    with pytest.raises(lynxkv.InputError):
+        kv_from_safetensors(tmp_path / "absent.safetensors")
+
+
+def test_a_layer_with_nan_is_named(tmp_path: Path) -> None:
+    kv = random_kv()
+    kv.layers[1].tensors["v"][0, 5, 3] = float("nan")
+    with pytest.raises(lynxkv.NonFiniteError, match="layer 1 v"):
+        lynxkv.encode(kv, str(tmp_path / "a.lynx"))
+    assert not (tmp_path / "a.lynx").exists()
+
+
+def test_values_beyond_fp16_are_refused(tmp_path: Path) -> None:
+    kv = random_kv(outlier=1e6)
+    with pytest.raises(lynxkv.NonFiniteError, match="fp16"):
+        lynxkv.encode(kv, str(tmp_path / "a.lynx"), dtype="fp16")
+
+
+def test_values_beyond_bf16_saturate(tmp_path: Path) -> None:
+    kv = random_kv()
+    largest = torch.finfo(torch.bfloat16).max
+    kv.layers[0].tensors["k"][0, 7, 3] = torch.finfo(torch.float32).max
+    lynxkv.encode(kv, str(tmp_path / "a.lynx"), codec="raw")
+    assert lynxkv.load(str(tmp_path / "a.lynx")).layers[0].tensors["k"][0, 7, 3] == largest
+
+
+@pytest.mark.parametrize("change", ["no layers", "ids", "positions", "dtype"])
+def test_impossible_caches_are_refused(change: str, tmp_path: Path) -> None:
+    kv = random_kv()
+    dtype: Dtype = "bf16"
+    if change == "no layers":
+        kv = replace(kv, layers=[])
+    elif change == "ids":
+        kv = replace(kv, token_ids=[1, 2])
+    elif change == "positions":
+        kv.layers[0] = replace(kv.layers[0], stop=71)
+    else:
+        dtype = "fp32"
+    with pytest.raises(lynxkv.InputError):
+        lynxkv.encode(kv, str(tmp_path / "a.lynx"), dtype=dtype)
+    assert not list(tmp_path.iterdir())
+
+
+def _equal(a: KV, b: KV) -> bool:
+    return all(
+        torch.equal(x.tensors[name], y.tensors[name])
+        for x, y in zip(a.layers, b.layers, strict=True)
+        for name in x.tensors
+    )
