@@ -58,6 +58,10 @@ def exact(p: Chain) -> dict[tuple[int, ...], float]:
     return out
 
 
+def after(p: Chain, drafted: Sequence[int]) -> Callable[[int], Tensor]:
+    return lambda count: p([*PROMPT, *drafted[:count]])
+
+
 def texts(p: Chain, q: Chain, draft_tokens: int, seed: int) -> Counter[tuple[int, ...]]:
     """Draft, verify, continue: the runner's use of the rule."""
     generator = torch.Generator().manual_seed(seed)
@@ -68,7 +72,7 @@ def texts(p: Chain, q: Chain, draft_tokens: int, seed: int) -> Counter[tuple[int
         for _ in range(draft_tokens):
             distributions.append(q([*PROMPT, *drafted]))
             drafted.append(draw(distributions[-1], generator))
-        outcome = accept(drafted, distributions, lambda n, d=drafted: p([*PROMPT, *d[:n]]), generator)
+        outcome = accept(drafted, distributions, after(p, drafted), generator)
         text = [*drafted[: outcome.accepted], outcome.next_token]
         while len(text) < LENGTH:
             text.append(draw(p([*PROMPT, *text]), generator))

@@ -64,6 +64,7 @@ def test_a_rolled_back_draft_leaves_no_trace(family: str, prompt: int, draft: in
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
 @pytest.mark.parametrize("argument", ["past_key_values", "cache"])
 def test_stock_generate_takes_the_cache(family: str, argument: str) -> None:
     model, ids = tiny_model(family), some_ids(21)
@@ -157,7 +158,7 @@ def test_a_full_cache_and_a_batch_are_refused() -> None:
     with pytest.raises(InputError, match="room for 0 more tokens"):
         model.step(cache, [3])
     with pytest.raises(InputError, match="one sequence"):
-        model.hf(torch.tensor([[3], [4]]), past_key_values=LynxCache.allocate(model, 0, 4), use_cache=True)
+        model.hf(torch.tensor([[3], [4]]), use_cache=True, **{model.cache_argument: LynxCache.allocate(model, 0, 4)})
 
 
 @pytest.mark.parametrize(
