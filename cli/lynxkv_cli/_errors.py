@@ -15,7 +15,15 @@ from dataclasses import dataclass
 
 import typer
 
-from lynxkv.errors import LynxError
+from lynxkv.errors import (
+    BindingError,
+    FormatError,
+    IdentityError,
+    InputError,
+    LynxError,
+    StoreError,
+    UnsupportedFormatError,
+)
 from lynxkv_cli._output import Output
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
@@ -31,8 +39,20 @@ class Failure:
     exit_code: int
 
 
+# For errors that carry no hint of their own; the nearest class counts.
+HINTS: dict[type[BaseException], str] = {
+    UnsupportedFormatError: "a newer lynxkv may read it",
+    BindingError: "its two shards come from different encodes: copy both from one, or encode it again",
+    FormatError: "the cache is damaged or was cut short: copy it again, or encode it again",
+    IdentityError: "use the model that the cache was made with",
+    StoreError: "check the URL, its permissions and the network",
+    InputError: "`lynxkv COMMAND --help` says what is accepted",
+}
+
+
 def _lynx(error: LynxError) -> Failure:
-    return Failure(kind=type(error).__name__, message=error.message, hint=error.hint, exit_code=FAILED)
+    general = next((HINTS[kind] for kind in type(error).__mro__ if kind in HINTS), None)
+    return Failure(kind=type(error).__name__, message=error.message, hint=error.hint or general, exit_code=FAILED)
 
 
 def _usage(error: typer.TyperException) -> Failure:

@@ -35,17 +35,20 @@ class PlainView:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._last = "\n"
 
     def on_event(self, event: Event) -> None:
         """Write verified text."""
-        if isinstance(event, Verified):
+        if isinstance(event, Verified) and event.text:
             self._stream.write(event.text)
             self._stream.flush()
+            self._last = event.text[-1]
 
     def finish(self) -> None:
-        """End the text with a newline."""
-        self._stream.write("\n")
-        self._stream.flush()
+        """End the last line, if there is one."""
+        if self._last != "\n":
+            self._stream.write("\n")
+            self._stream.flush()
 
 
 class TerminalView:

@@ -16,7 +16,6 @@ from lynxkv_cli._output import Output, size
 
 if TYPE_CHECKING:
     from lynxkv.fidelity import TensorError
-    from lynxkv.kv import KV
     from lynxkv.report import InspectReport
 
 HELP = """Example: lynxkv inspect readme.lynx
@@ -50,26 +49,34 @@ def inspect(
 
         errors = lynxkv.compare(url, kv_from_safetensors(against))
     elif model is not None:
-        errors = lynxkv.compare(url, _prefilled_again(url, model, output))
+        errors = _compare_with_model(url, model, output)
     output.result({**asdict(report), "errors": None if errors is None else [asdict(error) for error in errors]})
     output.data(describe(report))
     if errors is not None:
         output.data("\n" + error_table(errors))
 
 
-def _prefilled_again(url: str, ref: str, output: Output) -> KV:
+def _compare_with_model(url: str, ref: str, output: Output) -> list[TensorError]:
+    """Prefill the cached tokens again; attention is that of the last tokens' own queries."""
     import lynxkv
+    from lynxkv.fidelity import QUERIES
     from lynxkv.identity import check_identity
+    from lynxkv.integrations.hf.queries import queries
 
     with lynxkv.open(url) as reader:
-        ids, header = reader.token_ids(), reader.header
-    if ids is None:
+        stored, header = reader.token_ids(), reader.header
+    if stored is None:
         hint = "compare with --against and the KV cache it was made from"
         raise InputError(f"{url} does not store its token ids", hint=hint)
     model = lynxkv.load_model(ref, report=output.note)
     check_identity(header.identity, model.identity)
-    with output.progress() as progress:
-        return lynxkv.prefill(model, ids.tolist(), progress=lambda done, total: progress("prefill", done, total))
+    ids = stored.tolist()
+    output.note(f"prefilling {len(ids)} tokens")
+    cache = model.new_cache(0, len(ids))
+    if ids[:-QUERIES]:
+        model.step(cache, ids[:-QUERIES])
+    used = queries(model, cache, ids[-QUERIES:])
+    return lynxkv.compare(url, cache.to_kv(ids), used)
 
 
 def describe(report: InspectReport) -> str:

@@ -79,7 +79,7 @@ def test_with_json_the_error_is_the_object(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_quiet_still_prints_errors(capsys: pytest.CaptureFixture[str]) -> None:
-    report(errors.InputError("empty"), Output("quiet"))
+    report(errors.LynxError("empty"), Output("quiet"))
     assert capsys.readouterr().err == "error: empty\n"
 
 
@@ -117,3 +117,16 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert done.stderr == ""
     assert done.stdout.strip() in {"0", "1"}
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (errors.ChecksumError("x"), "damaged"),
+        (errors.BindingError("x"), "different encodes"),
+        (errors.FetchError("x"), "network"),
+        (errors.NonFiniteError("x"), "--help"),
+    ],
+)
+def test_errors_without_a_hint_get_that_of_their_class(error: errors.LynxError, hint: str) -> None:
+    assert hint in (failure_of(error).hint or "")
