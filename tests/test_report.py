@@ -32,7 +32,7 @@ def test_scales_are_told_apart_from_codes(tmp_path: Path) -> None:
     url = str(tmp_path / "a.lynx")
     lynxkv.encode(random_kv(layers=1, tokens=260), url, codec="int4")
     parts = {part.name: part.bytes for part in lynxkv.inspect(url).parts}
-    assert parts["scales"] == 2 * 260 * 4
+    assert parts["scales"] == 2 * 260 * (4 + 4)
     assert parts["codes"] == 2 * 260 * 32 // 2
 
 

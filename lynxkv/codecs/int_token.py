@@ -1,4 +1,4 @@
-"""`int8` and `int4`: symmetric integers with one f32 scale a token over all heads; whole caches in a single object."""
+"""`int8` and `int4`: integers between each token's extremes over all heads; whole caches in a single object."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from lynxkv.layout import FixedCoding, TensorName
 
 @dataclass(frozen=True, kw_only=True)
 class IntToken(FixedCodec):
-    """Levels -top to top, top = 2^(bits-1) - 1; no sinks are kept, as in the schemes it stands for."""
+    """2^bits levels from a token's smallest value to its largest, with an f32 scale and offset a token.
+
+    No sinks are kept, as in the schemes it stands for.
+    """
 
     bits: ClassVar[int]
     # The schemes it stands for store plain integers; zstd would take int8 to about 6.9 bits on real caches.
@@ -31,20 +34,20 @@ class IntToken(FixedCodec):
             page_tokens=0,
             group="token",
             chunk_dtype="f32",
-            offset=False,
+            offset=True,
             segment_tokens=segment_tokens(channels, 64),
             sink_tokens=0,
         )
 
     @cached_property
     def fixed_tables(self) -> FixedTables:
-        half = 2 ** (self.bits - 1)
-        used = np.arange(-half + 1, half)
+        levels = np.arange(2**self.bits)
+        middle = (2**self.bits - 1) / 2
         return FixedTables(
-            anchor=np.arange(-half, half).astype(np.float32),
-            edges=(used[:-1] + 0.5).astype(np.float32),
-            buckets=(used + half).astype(np.uint8),
-            peak=float(half - 1),
+            anchor=(levels - middle).astype(np.float32),
+            edges=(levels[1:] - 0.5 - middle).astype(np.float32),
+            buckets=levels.astype(np.uint8),
+            peak=middle,
         )
 
 

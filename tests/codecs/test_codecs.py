@@ -131,11 +131,11 @@ def test_alg1_shift_splits_a_signed_level() -> None:
         assert code & 15 == level & 15
 
 
-def test_int8_codes_are_symmetric() -> None:
-    x = torch.tensor([[[1.0, -1.0, 0.5]]])
+def test_int8_codes_run_from_the_smallest_value_to_the_largest() -> None:
+    x = torch.tensor([[[3.0, -1.0, 1.0, 2.0]]])
     quantized = quantize(x, "int8")
-    codes = unpack_rows(quantized.anchor[4:], 1, 3, 8)[0]
-    assert codes.tolist() == [255, 1, 192]  # 127, -127, 64 about 128
+    codes = unpack_rows(quantized.anchor[8:], 1, 4, 8)[0]
+    assert codes.tolist() == [255, 0, 128, 191]
 
 
 def test_one_step_a_tensor_follows_its_spread() -> None:
