@@ -7,8 +7,10 @@ conversion has to be made.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import re
@@ -67,18 +69,18 @@ def resolve(reference: str, *, report: Report = lambda message: None) -> Checkpo
         package, file, model_id = ALIASES[reference]
         return _from_gguf(_packaged(reference, package, file), model_id, report)
     path = Path(reference).expanduser()
-    if path.is_dir():
+    if reference.strip() and path.is_dir():
         return _from_folder(path, path.resolve().name, None)
     if path.suffix == ".gguf":
         if not path.is_file():
             raise InputError(f"there is no file {path}", hint="check the path")
         return _from_gguf(path, path.stem, report)
-    if path.exists():
+    if path.is_file():
         raise InputError(f"{path} is not a model", hint="give a Hugging Face folder or a .gguf file")
     if HUB_ID.fullmatch(reference) and not reference.startswith("."):
         return _from_hub(reference, report)
     raise InputError(
-        f"there is no model {reference}",
+        f"there is no model {reference!r}",
         hint=f"give a Hugging Face folder, a hub id such as org/name, a .gguf file, or {', '.join(ALIASES)}",
     )
 
@@ -153,7 +155,8 @@ def _convert_gguf(path: Path, model_id: str, folder: Path) -> None:
     from lynxkv.integrations.hf.quiet import quiet
     from lynxkv.integrations.hf.support import refuse_unsupported
 
-    with quiet():
+    # The GGUF reader's progress bar has no switch of its own.
+    with quiet(), contextlib.redirect_stderr(io.StringIO()):
         try:
             digests = gguf_digests(path)
             refuse_unsupported(AutoConfig.from_pretrained(path.parent, gguf_file=path.name))

@@ -98,7 +98,7 @@ def test_greedy_text_is_that_of_plain_decoding(family: str, url: str) -> None:
                         model,
                         suffix,
                         max_new_tokens=NEW_TOKENS,
-                        speculate=speculate,  # type: ignore[arg-type]
+                        speculate=speculate,
                     )
                 assert got.token_ids == want
                 assert got.precision == "full"
@@ -172,7 +172,7 @@ def test_an_empty_suffix_runs_the_last_cached_token_again(family: str, url: str,
         got = generate(reader, model, [], max_new_tokens=NEW_TOKENS, speculate=speculate)
     cache = LynxCache.load(url, model, new_tokens=NEW_TOKENS)
     cache.rollback(len(ids) - 1)
-    pending, want = ids[-1:], []
+    pending, want = ids[-1:], list[int]()
     while len(want) < len(got.token_ids):
         pending = [int(model.step(cache, pending)[0].argmax())]
         want += pending
@@ -381,7 +381,7 @@ def test_sampled_text_of_a_run_follows_the_full_cache(url: str) -> None:
     with ScriptedReader(url) as reader:
         for seed in range(3000):
             sampling = dataclasses.replace(SAMPLED, seed=seed)
-            drafts: list[int] = []
+            events: list[Event] = []
             got = generate(
                 reader,
                 never_ending,
@@ -389,10 +389,10 @@ def test_sampled_text_of_a_run_follows_the_full_cache(url: str) -> None:
                 max_new_tokens=2,
                 speculate=2,
                 sampling=sampling,
-                on_event=lambda event: drafts.append(event.token_id) if isinstance(event, Drafted) else None,
+                on_event=events.append,
             )
             counts[tuple(got.token_ids)] += 1
-            anchor_counts[tuple(drafts)] += 1
+            anchor_counts[tuple(event.token_id for event in events if isinstance(event, Drafted))] += 1
             accepted[got.accepted] += 1
     assert chi_square_z(counts, exact) < 4
     # The draft alone would fail this test, and all outcomes of the rule occurred.

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from lynxkv.checkpoints import Checkpoint
-from lynxkv.errors import InputError, UnsupportedModelError
+from lynxkv.errors import InputError
 from lynxkv.identity import EDGE_BYTES, Digests, TensorEdges, fingerprint, text_sha256
 from lynxkv.integrations.hf import support
 from lynxkv.integrations.hf.cache import ROLLBACK_TOKENS, LynxCache
@@ -196,17 +196,19 @@ def _edges(name: str, tensor: Tensor) -> TensorEdges:
 
 @torch.inference_mode()
 def _layer_shapes(hf: PreTrainedModel, argument: str) -> tuple[LayerShape, ...]:
-    """What one token leaves in a stock cache: the only statement on shapes that every family makes alike."""
+    """What two tokens leave in a stock cache: the one statement on shapes that every family makes alike."""
     cache = DynamicCache(config=hf.config)
-    hf(torch.zeros(1, 1, dtype=torch.long, device=hf.device), use_cache=True, logits_to_keep=1, **{argument: cache})
+    ids = torch.tensor([[0, 1]], device=hf.device)
+    both = hf(ids, use_cache=True, **{argument: cache}).logits[0, 0].float()
+    alone = hf(ids[:, :1], use_cache=False).logits[0, 0].float()
+    # Far above rounding in any dtype, far below what seeing another token does.
+    if (both - alone).abs().max() > 0.05 * alone.abs().max():
+        raise support.refusal(hf.config.model_type, "a token sees later ones, so there is nothing to cache")
     shapes = []
     for number, (layer, window) in enumerate(zip(cache.layers, support.layer_windows(hf.config), strict=True)):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if keys is None or values is None or keys.ndim != 4 or keys.shape[-2] != 1 or values.shape[-2] != 1:
-            raise UnsupportedModelError(
-                f"layer {number} of this {hf.config.model_type} model keeps no K and V per head",
-                hint="use a decoder-only model such as Llama, Qwen, Mistral or Gemma",
-            )
+        if keys is None or values is None or keys.ndim != 4 or not keys.shape[-2] == values.shape[-2] > 0:
+            raise support.refusal(hf.config.model_type, f"layer {number} keeps no K and V per head")
         shapes.append(
             LayerShape(
                 kind="full" if window is None else "sliding",

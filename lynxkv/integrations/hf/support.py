@@ -31,26 +31,26 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
     """
     name = getattr(config, "model_type", type(config).__name__)
     if config.is_encoder_decoder:
-        raise _refusal(name, "an encoder-decoder model, whose cache also holds cross-attention")
+        raise refusal(name, "an encoder-decoder model, whose cache also holds cross-attention")
     try:
         model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
     except KeyError:
-        raise _refusal(name, "not a causal language model") from None
+        raise refusal(name, "not a causal language model") from None
     text = text_config(config)
     if getattr(text, "kv_lora_rank", None):
-        raise _refusal(name, "multi-head latent attention, which does not keep K and V per head")
+        raise refusal(name, "multi-head latent attention, which does not keep K and V per head")
     if getattr(text, "use_bidirectional_attention", False) in (True, "all"):
-        raise _refusal(name, "bidirectional attention, which has no cache")
+        raise refusal(name, "bidirectional attention, which has no cache")
     if getattr(text, "num_kv_shared_layers", None):
-        raise _refusal(name, "layers that share the KV of other layers")
+        raise refusal(name, "layers that share the KV of other layers")
     for number, kind in enumerate(getattr(text, "layer_types", None) or []):
         if kind not in ("full_attention", "sliding_attention"):
-            raise _refusal(name, f"layer {number} is of kind {kind}")
+            raise refusal(name, f"layer {number} is of kind {kind}")
     for number, layer in enumerate(DynamicCache(config=config).layers):
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            raise _refusal(name, f"layer {number} needs a {type(layer).__name__}")
+            raise refusal(name, f"layer {number} needs a {type(layer).__name__}")
     if getattr(model_class, "_is_stateful", False):
-        raise _refusal(name, "a recurrent state (state-space or linear attention)")
+        raise refusal(name, "a recurrent state (state-space or linear attention)")
 
 
 def layer_windows(config: PretrainedConfig) -> list[int | None]:
@@ -85,7 +85,8 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool) else str(value)
 
 
-def _refusal(name: str, why: str) -> UnsupportedModelError:
+def refusal(name: str, why: str) -> UnsupportedModelError:
+    """The error for a kind of model that a cache cannot represent."""
     return UnsupportedModelError(
         f"{name} models are not supported: {why}",
         hint="use a decoder-only model whose layers keep K and V per head, such as Llama, Qwen, Mistral or Gemma",

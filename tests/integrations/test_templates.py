@@ -1,0 +1,71 @@
+"""Open user turns: a cached document and a suffix read like one stock rendering of the chat template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lynxkv.errors import InputError
+from lynxkv.integrations.hf import open_turn, suffix
+from lynxkv.testing.tiny_models import tiny_tokenizer
+
+TEMPLATE = (
+    "{% for message in messages %}<s> w3 {{ message['content'] }} </s> {% endfor %}"
+    "{% if add_generation_prompt %}w4 {% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    out: Any = tiny_tokenizer()
+    out.chat_template = TEMPLATE
+    return out
+
+
+def test_document_and_question_make_one_user_turn(tokenizer: Any) -> None:
+    ids = open_turn(tokenizer, "w5 w6") + suffix(tokenizer, "w7 w8")
+    message = [{"role": "user", "content": "w5 w6\n\nw7 w8"}]
+    assert ids == tokenizer.apply_chat_template(message, add_generation_prompt=True)["input_ids"]
+
+
+def test_a_suffix_without_question_closes_the_turn(tokenizer: Any) -> None:
+    assert tokenizer.decode(suffix(tokenizer)) == "</s> w4"
+
+
+def test_without_a_template_text_follows_text() -> None:
+    tokenizer = tiny_tokenizer()
+    assert tokenizer.decode(open_turn(tokenizer, "w5 w6")) == "w5 w6"
+    assert tokenizer.decode(suffix(tokenizer, "w7")) == "w7"
+    assert suffix(tokenizer) == []
+
+
+def test_a_cache_made_without_template_gets_a_plain_suffix(tokenizer: Any) -> None:
+    assert tokenizer.decode(suffix(tokenizer, "w7", turn="none")) == "w7"
+
+
+def test_an_open_turn_needs_a_template() -> None:
+    with pytest.raises(InputError, match="no chat template"):
+        suffix(tiny_tokenizer(), "w7", turn="open")
+
+
+@pytest.mark.parametrize("document", ["", "  \n"])
+def test_an_empty_document_is_refused(tokenizer: Any, document: str) -> None:
+    with pytest.raises(InputError, match="the prompt is empty"):
+        open_turn(tokenizer, document)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ messages[0].content }}{{ messages[0].content }}", "2 times"),
+        ("fixed", "0 times"),
+        ("{{ raise_exception('no') }}", "cannot be rendered"),
+        ("{{", "cannot be rendered"),
+    ],
+)
+def test_templates_that_cannot_be_cut_are_refused(template: str, message: str) -> None:
+    tokenizer: Any = tiny_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(InputError, match=message):
+        open_turn(tokenizer, "w5")

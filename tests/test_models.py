@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from lynxkv.errors import InputError
+from lynxkv.models import prefill
+from lynxkv.testing.tiny_models import tiny_model
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([], "the prompt is empty"),
+        ([3] * 41, "41 tokens, more than the 40"),
+        ([3, 48], "vocabulary"),
+        ([-1], "vocabulary"),
+    ],
+)
+def test_prompts_that_cannot_be_run_are_refused(ids: list[int], message: str) -> None:
+    model = dataclasses.replace(tiny_model("llama"), context_tokens=40)
+    with pytest.raises(InputError, match=message):
+        prefill(model, ids)
+
+
+def test_prefill_never_asks_for_logits_of_the_whole_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    rows: list[int] = []
+    model.hf.lm_head.register_forward_hook(lambda module, args, output: rows.append(output.shape[1]))
+    prefill(model, [3] * 100, chunk_tokens=32)
+    assert rows == [1, 1, 1, 1]
+
+
+def test_steps_longer_than_a_chunk_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", max_position_embeddings=2048)
+    lengths: list[int] = []
+    model.hf.model.embed_tokens.register_forward_hook(lambda module, args, output: lengths.append(output.shape[1]))
+    ids = torch.randint(3, 48, (1100,), generator=torch.Generator().manual_seed(0)).tolist()
+    cache = model.new_cache(0, 1100)
+    got = model.step(cache, ids, rows=80)
+    assert lengths == [512, 512, 76][: len(lengths)] or lengths == [512, 588]
+    with torch.inference_mode():
+        want = model.hf(torch.tensor([ids]), use_cache=False).logits[0, -80:]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
