@@ -43,7 +43,10 @@ def build() -> Files:
             tensors[key] |= {precision: summary(array) for precision, array in values.items()}
         add(f"valid/{name}", cache, {"dtype": draft.document["dtype"], "tensors": tensors})
     for vector in invalid():
-        expected = {"kind": vector.kind, "precision": vector.precision, "clause": vector.clause, "why": vector.why}
+        expected: Document = {"kind": vector.kind, "precision": vector.precision}
+        expected |= {"clause": vector.clause, "why": vector.why}
+        if vector.unread:
+            expected["unread"] = True
         add(f"invalid/{vector.name}", vector.files, expected)
     return files
 

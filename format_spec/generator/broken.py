@@ -28,6 +28,8 @@ class Vector:
     why: str
     files: Files
     precision: str = "anchor"
+    # Bytes of no meaning: a check must refuse them, a reader that only decodes need not look.
+    unread: bool = False
 
     @property
     def kind(self) -> str:

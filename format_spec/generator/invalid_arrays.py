@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -255,9 +256,10 @@ def digests() -> Iterator[Vector]:
 
     for role, name in (("anchor", "content-zeros-after-segment"), ("residual", "content-residual-zeros-after-segment")):
         at = in_array(f"layer.0.k.{role}", 63)(split(), role)
-        yield vector(name, "5.1", "a bit between two segments", split(), role=role, data=flip(at))
+        made = vector(name, "5.1", "a bit between two segments", split(), role=role, data=flip(at))
+        yield replace(made, unread=True)
     at = in_array("pad.0")(tiny(), "anchor")
-    yield vector("content-pad", "4.3", "a bit of a pad array", tiny(), data=flip(at))
+    yield replace(vector("content-pad", "4.3", "a bit of a pad array", tiny(), data=flip(at)), unread=True)
 
 
 def bindings() -> Iterator[Vector]:

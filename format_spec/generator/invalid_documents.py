@@ -43,7 +43,6 @@ def documents() -> Iterator[Vector]:
         ("version", 0.1, "a number"),
         ("role", "residual", "the wrong role"),
         ("required", "none", "a string"),
-        ("required", [1], "a number in the list"),
         ("dtype", "fp8", "an unknown dtype"),
         ("cache_id", digest(9).upper(), "upper-case digits"),
         ("tokens.start", -1, "a negative position"),

@@ -172,6 +172,7 @@ def json_texts() -> Iterator[Vector]:
         ("header-document-duplicate-nested", "in an inner object", replaced('"start":0', '"start":0,"start":0')),
         ("header-document-nan", "NaN", replaced("{", '{"unknown":NaN,')),
         ("header-document-infinity", "Infinity", replaced("{", '{"unknown":[Infinity],')),
+        ("header-document-float-infinite", "a number beyond f64", replaced("{", '{"unknown":-1e999,')),
         ("header-document-nesting-17", "17 levels", replaced("{", '{"unknown":' + "[" * 16 + "]" * 16 + ",")),
         ("header-document-trailing-text", "a second document", lambda text: text + "{}"),
         ("header-document-trailing-newline", "a newline after the object", lambda text: text + "\n"),
