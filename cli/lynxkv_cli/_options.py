@@ -72,7 +72,7 @@ def parse_link(value: str | None) -> Link | None:
 def parse_speculate(value: str) -> Literal["auto", "off"] | int:
     """`auto`, `off`, or the number of draft tokens."""
     if value == "auto" or value == "off":
-        return value
+        return "auto" if value == "auto" else "off"
     if value.isascii() and value.isdigit() and 1 <= int(value) <= 4096:
         return int(value)
     hint = "use auto, off, or a number of draft tokens from 1 to 4096"
