@@ -1,11 +1,97 @@
-"""Kernels: KV tensors to segment bytes and back (SPEC 8).
+"""Kernels: KV tensors to segment bytes and back (SPEC 8), one signature over three backends.
 
-One signature for every backend; `reference` is the definition. Bytes are numpy arrays, tensors are torch.
+`reference` (plain torch) is the definition, `cpu` is numba. Decoding is bit-equal across them. The tensor's device
+chooses; LYNXKV_BACKEND overrides it. Bytes are numpy arrays in host memory, tensors are torch's. numba is imported by
+the first call that needs it, not by this module.
 """
 
 from __future__ import annotations
 
-from lynxkv.kernels.reference import dequantize, quantize
-from lynxkv.kernels.tables import EntropyTables, FixedTables, Tables
+import os
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Protocol, cast
 
-__all__ = ["EntropyTables", "FixedTables", "Tables", "dequantize", "quantize"]
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from lynxkv.errors import InputError
+from lynxkv.kernels.tables import EntropyTables, FixedTables, Tables
+from lynxkv.layout import Coding, TensorSpec
+
+U8 = npt.NDArray[np.uint8]
+
+BACKENDS = ("reference", "cpu")
+_NEEDS = {"cpu": "numba"}
+_OF_DEVICE = {"cpu": "cpu"}
+
+
+class Backend(Protocol):
+    """What the module `lynxkv.kernels.<name>` offers."""
+
+    def quantize(self, x: Tensor, coding: Coding, tables: Tables) -> tuple[U8, U8 | None]: ...
+
+    def dequantize(
+        self, anchor: U8, residual: U8 | None, coding: Coding, tables: Tables, spec: TensorSpec, dtype: str, out: Tensor
+    ) -> None: ...
+
+
+def quantize(x: Tensor, coding: Coding, tables: Tables) -> tuple[U8, U8 | None]:
+    """Raw bytes of the anchor and residual segments that hold x [H, T, D], any float dtype and strides.
+
+    For raw coding x is in the declared dtype. The residual is None where the coding has none.
+
+    Raises:
+        InputError: LYNXKV_BACKEND names no usable backend.
+    """
+    return backend(x.device.type).quantize(x, coding, tables)
+
+
+def dequantize(
+    anchor: U8, residual: U8 | None, coding: Coding, tables: Tables, spec: TensorSpec, dtype: str, out: Tensor
+) -> None:
+    """Decode a segment in place into `out` [H, T, D], any float dtype and strides: at anchor precision without
+    `residual`, in full with it. Refining is the latter, from the anchor bytes kept since the former.
+
+    Values are rounded to the declared `dtype` first, whatever that of `out` is.
+
+    Raises:
+        ContentError: codes, escapes or parameters that SPEC 8 forbids.
+        InputError: LYNXKV_BACKEND names no usable backend.
+    """
+    backend(out.device.type).dequantize(anchor, residual, coding, tables, spec, dtype, out)
+
+
+def backend(device: str = "cpu") -> Backend:
+    """The backend for tensors on this type of device.
+
+    Raises:
+        InputError: LYNXKV_BACKEND is not one of `BACKENDS`, or that backend cannot work here.
+    """
+    wanted = os.environ.get("LYNXKV_BACKEND", "")
+    if not wanted:
+        name = _OF_DEVICE.get(device, "reference")
+        return _load(name if _missing(name) is None else "reference")
+    if wanted not in BACKENDS:
+        raise InputError(f"LYNXKV_BACKEND is {wanted!r}", hint=f"choose one of {', '.join(BACKENDS)}")
+    missing = _missing(wanted)
+    if missing is not None:
+        raise InputError(f"LYNXKV_BACKEND is {wanted}, but {missing}", hint="unset it: a backend that works is chosen")
+    return _load(wanted)
+
+
+@cache
+def _missing(name: str) -> str | None:
+    """Why this backend cannot be imported."""
+    package = _NEEDS.get(name)
+    return f"{package} is not installed" if package and find_spec(package) is None else None
+
+
+@cache
+def _load(name: str) -> Backend:
+    return cast(Backend, import_module(f"lynxkv.kernels.{name}"))
+
+
+__all__ = ["BACKENDS", "EntropyTables", "FixedTables", "Tables", "backend", "dequantize", "quantize"]

@@ -1,6 +1,6 @@
 """The definition of every coding in plain torch: obvious first, fast second (SPEC 8).
 
-`quantize` takes x [H, T, D] in f32 and returns the raw bytes of an anchor and a residual segment; `dequantize` takes
+`quantize` takes x [H, T, D] and returns the raw bytes of an anchor and a residual segment; `dequantize` takes
 those bytes and writes a destination [H, T, D] of any float dtype. Full precision is `dequantize` with both, so that
 refining is decoding again, in place, from resident anchor bytes.
 """
@@ -22,12 +22,13 @@ U8 = npt.NDArray[np.uint8]
 
 
 def quantize(x: Tensor, coding: Coding, tables: Tables) -> tuple[U8, U8 | None]:
-    """Raw bytes of the anchor and residual segments that hold x [H, T, D].
+    """Raw bytes of the anchor and residual segments that hold x [H, T, D], of any float dtype.
 
-    x is f32, or for raw coding the declared dtype.
+    For raw coding x is in the declared dtype.
     """
     if isinstance(coding, RawCoding):
         return _bytes(x.transpose(0, 1)), None
+    x = x.to("cpu", torch.float32)
     if isinstance(coding, FixedCoding) and isinstance(tables, FixedTables):
         return quantize_fixed(x, coding, tables)
     if isinstance(coding, EntropyCoding) and isinstance(tables, EntropyTables):

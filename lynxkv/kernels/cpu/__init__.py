@@ -1,0 +1,36 @@
+"""The numba backend: the reference's results in one pass over cache-sized tiles, without the interpreter lock."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lynxkv.kernels import reference
+from lynxkv.kernels.cpu.entropy_dequantize import dequantize_entropy
+from lynxkv.kernels.cpu.memory import U8, destination
+from lynxkv.kernels.rounding import TORCH_DTYPES
+from lynxkv.kernels.tables import EntropyTables, FixedTables, Tables
+from lynxkv.layout import Coding, EntropyCoding, FixedCoding, RawCoding, TensorSpec
+
+
+def dequantize(
+    anchor: U8, residual: U8 | None, coding: Coding, tables: Tables, spec: TensorSpec, dtype: str, out: Tensor
+) -> None:
+    """As `reference.dequantize`, with the same bits."""
+    if isinstance(coding, RawCoding):
+        reference.dequantize(anchor, residual, coding, tables, spec, dtype, out)
+        return
+    place = destination(out, dtype)
+    if place is None:
+        whole = torch.empty(out.shape, dtype=TORCH_DTYPES[dtype])
+        dequantize(anchor, residual, coding, tables, spec, dtype, whole)
+        out.copy_(whole)
+    elif isinstance(coding, FixedCoding) and isinstance(tables, FixedTables):
+        reference.dequantize(anchor, residual, coding, tables, spec, dtype, out)
+    elif isinstance(coding, EntropyCoding) and isinstance(tables, EntropyTables):
+        dequantize_entropy(anchor, residual, coding, tables, spec, out.shape[1], place)
+    else:
+        raise TypeError(f"{type(tables).__name__} does not go with {type(coding).__name__}")
+
+
+quantize = reference.quantize

@@ -1,0 +1,157 @@
+"""numba with this project's settings, and exact conversions between f32 and 16-bit floats (SPEC 8.5).
+
+The conversions are written in LLVM's integers: numba itself widens every small integer to 64 bits, which would cost the
+vector units most of their width. Every multiply and add of the kernels stays a rounding of its own: no fastmath, and
+LLVM fuses nothing that was not asked for.
+
+numba keys its cache on the file of a kernel alone: after an edit of this file remove `__pycache__` of its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numba
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic, overload
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_I16, _I32, _F32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
+
+
+def jit(function: F) -> F:
+    """Compile without the interpreter lock at the first call; machine code is kept on disk where a folder allows it."""
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": False, "boundscheck": False}
+    try:
+        return cast(F, numba.njit(cache=True, **options)(function))
+    except RuntimeError:
+        # No folder to write to, neither beside the source nor in the user's cache.
+        return cast(F, numba.njit(**options)(function))
+
+
+def _unary(source: Any, result: Any, build: Callable[[Any, Any], Any]) -> Any:
+    """An intrinsic source -> result that `build(builder, value)` writes."""
+
+    def typed(_context: Any, _value: Any) -> Any:
+        def generate(_cg: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            return build(builder, arguments[0])
+
+        return result(source), generate
+
+    return intrinsic(typed)
+
+
+def _i32(value: int) -> ir.Constant:
+    return ir.Constant(_I32, value)
+
+
+def _split(builder: Any, value: Any) -> tuple[Any, Any]:
+    """Magnitude bits and the sign moved to bit 15, both i32."""
+    bits = builder.bitcast(value, _I32)
+    sign = builder.and_(builder.lshr(bits, _i32(16)), _i32(0x8000))
+    return builder.and_(bits, _i32(0x7FFFFFFF)), sign
+
+
+def _finish(builder: Any, magnitude: Any, rounded: Any, sign: Any, largest: int) -> Any:
+    """Saturate at the largest finite value, put the sign back, NaN to +0."""
+    over = builder.icmp_unsigned(">", rounded, _i32(largest))
+    rounded = builder.or_(builder.select(over, _i32(largest), rounded), sign)
+    nan = builder.icmp_unsigned(">", magnitude, _i32(0x7F800000))
+    return builder.trunc(builder.select(nan, _i32(0), rounded), _I16)
+
+
+def _to_bf16(builder: Any, value: Any) -> Any:
+    """m + 0x7FFF + the lowest bit kept, then the upper half: to nearest, ties to even."""
+    magnitude, sign = _split(builder, value)
+    tie = builder.and_(builder.lshr(magnitude, _i32(16)), _i32(1))
+    rounded = builder.lshr(builder.add(builder.add(magnitude, _i32(0x7FFF)), tie), _i32(16))
+    return _finish(builder, magnitude, rounded, sign, 0x7F7F)
+
+
+def _to_fp16(builder: Any, value: Any) -> Any:
+    """The same with 10 bits of mantissa; below 2^-14 adding 0.5 leaves the rounded subnormal in the lowest bits."""
+    magnitude, sign = _split(builder, value)
+    tie = builder.and_(builder.lshr(magnitude, _i32(13)), _i32(1))
+    normal = builder.add(builder.add(magnitude, _i32(0xFFF - (112 << 23))), tie)
+    half = ir.Constant(_F32, 0.5)
+    shifted = builder.bitcast(builder.fadd(builder.bitcast(magnitude, _F32), half), _I32)
+    subnormal = builder.sub(shifted, _i32(0x3F000000))
+    small = builder.icmp_unsigned("<", magnitude, _i32(0x38800000))
+    rounded = builder.select(small, subnormal, builder.lshr(normal, _i32(13)))
+    return _finish(builder, magnitude, rounded, sign, 0x7BFF)
+
+
+def _from_bf16(builder: Any, value: Any) -> Any:
+    return builder.bitcast(builder.shl(builder.zext(value, _I32), _i32(16)), _F32)
+
+
+def _from_fp16(builder: Any, value: Any) -> Any:
+    """Exponent and mantissa as if they were an f32's, times 2^112: exact, subnormals too. For finite values."""
+    wide = builder.zext(value, _I32)
+    magnitude = builder.shl(builder.and_(wide, _i32(0x7FFF)), _i32(13))
+    scaled = builder.fmul(builder.bitcast(magnitude, _F32), ir.Constant(_F32, 2.0**112))
+    sign = builder.shl(builder.and_(wide, _i32(0x8000)), _i32(16))
+    return builder.bitcast(builder.or_(builder.bitcast(scaled, _I32), sign), _F32)
+
+
+bf16_of = _unary(types.float32, types.uint16, _to_bf16)
+fp16_of = _unary(types.float32, types.uint16, _to_fp16)
+f32_of_bf16 = _unary(types.uint16, types.float32, _from_bf16)
+f32_of_fp16 = _unary(types.uint16, types.float32, _from_fp16)
+
+BF16, FP16, FP32, BF16_IN_F32, FP16_IN_F32 = 0, 1, 2, 3, 4
+"""What a row holds: 16-bit floats (u16 array), f32, or f32 rounded to a 16-bit float and widened again (f32 array)."""
+
+
+def round_row(values: Any, row: Any, kind: int) -> None:
+    """Round f32 `values` to `kind` and store them in `row`, a u16 or f32 array of the same length."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(round_row)
+def _round_row(values: Any, row: Any, kind: Any) -> Any:
+    def into_16(values: Any, row: Any, kind: Any) -> Any:
+        if kind == BF16:
+            for i in range(len(row)):
+                row[i] = bf16_of(values[i])
+        else:
+            for i in range(len(row)):
+                row[i] = fp16_of(values[i])
+
+    def into_32(values: Any, row: Any, kind: Any) -> Any:
+        if kind == BF16_IN_F32:
+            for i in range(len(row)):
+                row[i] = f32_of_bf16(bf16_of(values[i]))
+        elif kind == FP16_IN_F32:
+            for i in range(len(row)):
+                row[i] = f32_of_fp16(fp16_of(values[i]))
+        else:
+            for i in range(len(row)):
+                row[i] = values[i]
+
+    return into_16 if row.dtype == types.uint16 else into_32
+
+
+def load_row(row: Any, values: Any, kind: int) -> None:
+    """Widen `row`, a u16 or f32 array, to f32 `values`."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(load_row)
+def _load_row(row: Any, values: Any, kind: Any) -> Any:
+    def from_16(row: Any, values: Any, kind: Any) -> Any:
+        if kind == BF16:
+            for i in range(len(row)):
+                values[i] = f32_of_bf16(row[i])
+        else:
+            for i in range(len(row)):
+                values[i] = f32_of_fp16(row[i])
+
+    def from_32(row: Any, values: Any, kind: Any) -> Any:
+        for i in range(len(row)):
+            values[i] = row[i]
+
+    return from_16 if row.dtype == types.uint16 else from_32

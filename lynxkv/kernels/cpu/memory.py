@@ -1,0 +1,69 @@
+"""Tensors and segment bytes as the flat arrays that compiled kernels take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lynxkv.kernels.cpu.bits import BF16, BF16_IN_F32, FP16, FP16_IN_F32, FP32
+
+U8 = npt.NDArray[np.uint8]
+
+_KINDS = {
+    ("bf16", torch.bfloat16): BF16,
+    ("fp16", torch.float16): FP16,
+    ("fp32", torch.float32): FP32,
+    ("bf16", torch.float32): BF16_IN_F32,
+    ("fp16", torch.float32): FP16_IN_F32,
+}
+_OWN = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strided:
+    """A tensor [H, T, D] whose last dim is contiguous: its memory as one array, and where head h, token t starts."""
+
+    flat: npt.NDArray[Any]
+    head_stride: int
+    token_stride: int
+    kind: int
+
+
+def destination(out: Tensor, dtype: str) -> Strided | None:
+    """`out` as kernels write it, or None if they cannot: an unusual dtype, or channels apart from each other."""
+    kind = _KINDS.get((dtype, out.dtype))
+    if kind is None or out.device.type != "cpu" or (out.stride(2) != 1 and out.shape[2] > 1):
+        return None
+    return _strided(out, kind)
+
+
+def source(x: Tensor) -> Strided:
+    """x as kernels read it; copied only if its dtype or its last stride is none that they know."""
+    x = x.to("cpu", x.dtype if x.dtype in _OWN else torch.float32)
+    if x.stride(2) != 1 and x.shape[2] > 1:
+        x = x.contiguous()
+    return _strided(x, _KINDS[_OWN[x.dtype], x.dtype])
+
+
+def _strided(x: Tensor, kind: int) -> Strided:
+    heads, tokens, dim = x.shape
+    head_stride, token_stride, _ = x.stride()
+    extent = (heads - 1) * head_stride + (tokens - 1) * token_stride + dim
+    memory = x.detach().as_strided((extent,), (1,))
+    if x.dtype == torch.float32:
+        flat: npt.NDArray[Any] = memory.numpy()
+    else:
+        flat = memory.view(torch.int16).numpy().view(np.uint16)
+    return Strided(flat=flat, head_stride=head_stride, token_stride=token_stride, kind=kind)
+
+
+def read_only(data: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The same array, contiguous, aligned and never writable: one compiled kernel then serves bytes from anywhere."""
+    view = np.require(data, requirements=["C", "A"]).view()
+    view.flags.writeable = False
+    return view
