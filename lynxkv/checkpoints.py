@@ -167,9 +167,10 @@ def _convert_gguf(path: Path, model_id: str, folder: Path) -> None:
                 dtype=torch.float32,
             )
             tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        except (ValueError, KeyError, NotImplementedError, RuntimeError) as error:
-            if isinstance(error, InputError):
-                raise
+        except InputError:
+            raise
+        except Exception as error:
+            # A damaged file makes the parsers raise almost anything.
             raise InputError(
                 f"{path} cannot be read as a GGUF model: {error}", hint="convert it to a Hugging Face folder first"
             ) from error

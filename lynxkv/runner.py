@@ -65,6 +65,8 @@ def generate(
         InputError: an option is out of range, the context is too short, or hidden token ids would be needed.
         FetchError, FormatError: the cache cannot be fetched or is damaged; no text is returned.
     """
+    if verify not in ("full", "none"):
+        raise InputError(f"verify is {verify!r}", hint="use full or none")
     run = _Run(reader, model, list(suffix_ids), max_new_tokens, sampling or Sampling(), speculate, stop, on_event)
     run.decode_anchor()
     if verify == "full" and reader.header.residual is not None:
@@ -137,6 +139,7 @@ class _Run:
                 self._measure(in_flight=anchor.bytes_in_flight + payload.raw.nbytes)
                 self.on_event(AnchorProgress(anchor.bytes_done, total))
         self.on_event(AnchorProgress(total, total))
+        assert self.decoder.complete_anchor
         self.anchor_s = self._now()
 
     def draft_while_refining(self, residual: SegmentStream) -> None:
@@ -173,6 +176,7 @@ class _Run:
             self.on_event(Phase("refine"))
         for payload in residual:
             self._refine(residual, [payload])
+        assert self.decoder.complete_full
         self.full_s = self._now()
         self.bytes_residual = self.reader.bytes_residual
         self.on_event(ResidualProgress(self.bytes_residual, self.bytes_residual))

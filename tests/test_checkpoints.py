@@ -76,6 +76,8 @@ def break_folder(folder: Path, how: str) -> None:
         (folder / "config.json").unlink()
     elif how == "bad config":
         (folder / "config.json").write_text("{")
+    elif how == "wrong config":
+        (folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": "wide"}))
     elif how == "no weights":
         (folder / "model.safetensors").unlink()
     elif how == "truncated weights":
@@ -95,6 +97,7 @@ def break_folder(folder: Path, how: str) -> None:
     [
         ("no config", "it has no config.json"),
         ("bad config", "not a readable model"),
+        ("wrong config", "cannot load the model"),
         ("no weights", "no safetensors weights"),
         ("truncated weights", "shorter than its header says"),
         ("no tokenizer", "no tokenizer that loads"),

@@ -332,6 +332,7 @@ def test_a_cache_without_identity_is_still_held_to_the_models_shapes(llama: Mode
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"speculate": 0}, "speculate is 0"),
         ({"speculate": "often"}, "speculate is 'often'"),
+        ({"verify": "some"}, "verify is 'some'"),
         ({"suffix_ids": [5] * 500}, "leave no room"),
         ({"suffix_ids": [48]}, "outside the model's vocabulary"),
     ],

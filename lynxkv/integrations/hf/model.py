@@ -148,9 +148,10 @@ def load_checkpoint(checkpoint: Checkpoint, *, dtype: str = "float32", device: s
             hf.to(device)
         except InputError:
             raise
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
+        except Exception as error:
+            # Damaged configurations and weights make the loaders raise almost anything.
             raise InputError(
-                f"cannot load the model in {folder}: {str(error).splitlines()[0]}",
+                f"cannot load the model in {folder}: {(str(error) or type(error).__name__).splitlines()[0]}",
                 hint="check that the folder is a complete Hugging Face model and that the device exists",
             ) from error
     return Model.wrap(

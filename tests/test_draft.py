@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from lynxkv.draft import SUFFIX_CHUNK_TOKENS, Draft, propose
+from lynxkv.integrations.hf import Model
+from lynxkv.sampling import Sampling
+from lynxkv.testing.tiny_models import tiny_model
+
+
+@pytest.fixture
+def model() -> Model:
+    return dataclasses.replace(tiny_model("llama"), eos_token_ids=frozenset())
+
+
+def run(
+    model: Model,
+    suffix: list[int],
+    *,
+    go_on: Callable[[], bool] = lambda: True,
+    max_tokens: int = 6,
+    sampling: Sampling | None = None,
+) -> Draft:
+    draft = Draft()
+    tokens: Iterator[int] = propose(
+        model,
+        model.new_cache(0, 300),
+        suffix,
+        draft,
+        history=suffix,
+        sampling=sampling or Sampling(),
+        generator=torch.Generator().manual_seed(0),
+        max_tokens=max_tokens,
+        go_on=go_on,
+    )
+    assert list(tokens) == draft.token_ids
+    return draft
+
+
+def test_a_draft_is_plain_decoding_with_its_distributions(model: Model) -> None:
+    draft = run(model, [5, 6, 7])
+    cache, pending, want = model.new_cache(0, 20), [5, 6, 7], list[int]()
+    for _ in range(6):
+        pending = [int(model.step(cache, pending)[0].argmax())]
+        want += pending
+    assert draft.token_ids == want
+    assert [int(q.argmax()) for q in draft.q] == want
+    assert draft.nbytes == 6 * 48 * 4
+
+
+def test_each_distribution_sees_the_draft_before_it(model: Model) -> None:
+    draft = run(model, [5, 6, 7], sampling=Sampling(repetition_penalty=1e6), max_tokens=20)
+    assert len(set(draft.token_ids)) == 20
+    assert not set(draft.token_ids) & {5, 6, 7}
+
+
+def test_it_ends_when_told_to_even_inside_the_suffix(model: Model) -> None:
+    answers = iter([True, True, False])
+    suffix = [5] * (2 * SUFFIX_CHUNK_TOKENS + 1)
+    assert run(model, suffix, go_on=lambda: next(answers)).token_ids == []
+    answers = iter([True, True, True, False])
+    assert len(run(model, [5, 6], go_on=lambda: next(answers)).token_ids) == 3
+
+
+def test_it_ends_after_an_end_of_text(model: Model) -> None:
+    tokens = run(model, [5, 6, 7]).token_ids
+    ending = dataclasses.replace(model, eos_token_ids=frozenset([tokens[2]]))
+    assert run(ending, [5, 6, 7]).token_ids == tokens[: tokens.index(tokens[2]) + 1]
