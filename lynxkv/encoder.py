@@ -21,7 +21,6 @@ from lynxkv.kernels import EntropyTables, quantize
 from lynxkv.kv import KV
 from lynxkv.layout import (
     DTYPE_BYTES,
-    PREFIX_BLOCK_TOKENS,
     CacheHeader,
     Coding,
     Dtype,
@@ -32,6 +31,7 @@ from lynxkv.layout import (
     TensorSpec,
     TokenRange,
 )
+from lynxkv.prefix import prefix_digests
 from lynxkv.quantization import to_original
 from lynxkv.store import Store
 
@@ -136,18 +136,6 @@ def encode_shards(
         anchor["prefix_sha256"] = [payload(prefix_digests(ids, header.identity), may_compress=False)]
     header, anchor_shard, residual_shard = build_shards(header, anchor, residual)
     return EncodedCache(header=header, anchor=anchor_shard, residual=residual_shard)
-
-
-def prefix_digests(ids: npt.NDArray[np.uint32], identity: Identity) -> U8:
-    """Chained digests [blocks, 32] of every whole block of 256 token ids (SPEC 9.2)."""
-    seed = [identity.fingerprint or "", identity.adapter or "", identity.salt_sha256 or ""]
-    digest = hashlib.sha256("\n".join(["lynxkv-prefix-1", *seed]).encode()).digest()
-    out = []
-    for start in range(0, len(ids) // PREFIX_BLOCK_TOKENS * PREFIX_BLOCK_TOKENS, PREFIX_BLOCK_TOKENS):
-        block = ids[start : start + PREFIX_BLOCK_TOKENS].astype("<u4").tobytes()
-        digest = hashlib.sha256(digest + block).digest()
-        out.append(digest)
-    return np.frombuffer(b"".join(out), np.uint8).reshape(-1, 32)
 
 
 def _encode_tensor(

@@ -228,11 +228,13 @@ class CacheReader:
 
     def token_ids(self) -> npt.NDArray[np.uint32] | None:
         """The token ids [T], or None if the cache does not store them."""
-        wanted = [item for item in self.anchor_head.segments if item.plan.part == "token_ids"]
-        for payload in self._stream(ANCHOR_NAME, lambda: (self.anchor_head, wanted)):
-            check_content(self.header, payload.segment, payload.raw)
-            return payload.raw.view("<u4")
-        return None
+        raw = self._one("token_ids")
+        return None if raw is None else raw.view("<u4")
+
+    def prefix_sha256(self) -> U8 | None:
+        """The digests [blocks, 32] of the prefix blocks, or None if the cache has none."""
+        raw = self._one("prefix")
+        return None if raw is None else raw.reshape(-1, 32)
 
     def close(self) -> None:
         """Stop reading; waits for nothing."""
@@ -246,6 +248,14 @@ class CacheReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _one(self, part: str) -> U8 | None:
+        """The content of an array of one segment."""
+        wanted = [item for item in self.anchor_head.segments if item.plan.part == part]
+        for payload in self._stream(ANCHOR_NAME, lambda: (self.anchor_head, wanted)):
+            check_content(self.header, payload.segment, payload.raw)
+            return payload.raw
+        return None
 
     def _stream(self, name: str, open_head: Callable[[], tuple[ShardHead, Sequence[Segment]]]) -> SegmentStream:
         return SegmentStream(open_head, self._reader(name), self._pool, what=f"{self.url}/{name}")

@@ -6,12 +6,15 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from lynxkv.errors import FormatError
+import numpy as np
+
+from lynxkv.errors import ChecksumError, ContentError
 from lynxkv.fetch import CacheReader, open_cache
 from lynxkv.format.content import check_content
 from lynxkv.format.index import ZSTD, Segment
 from lynxkv.format.read import ShardHead
 from lynxkv.layout import CacheHeader, FixedCoding, Identity, LayerSpec, TokenRange
+from lynxkv.prefix import prefix_digests
 from lynxkv.store import Link
 
 
@@ -118,18 +121,19 @@ def check(url: str, *, link: Link | None = None) -> CheckReport:
         FormatError: something is not as the SPEC wants it.
     """
     with open_cache(url, link=link) as reader:
+        header, residual = reader.header, reader.header.residual
         segments = _check_shard(reader, reader.anchor_head, "anchor.safetensors")
-        residual = reader.header.residual
         if residual is not None:
             segments += _check_shard(reader, reader.read_residual_head(), residual.name)
+        _check_prefix(reader)
         known = {"anchor.safetensors", residual.name if residual else ""}
         orphans = [item for item in _objects(reader) if item[0] not in known]
         return CheckReport(
             url=reader.url,
-            cache_id=reader.header.cache_id,
+            cache_id=header.cache_id,
             segments=segments,
             bytes=reader.bytes_anchor + reader.bytes_residual,
-            tokens=reader.header.tokens.count,
+            tokens=header.tokens.count,
             orphans=tuple(name for name, _ in orphans),
             orphan_bytes=sum(size for _, size in orphans),
         )
@@ -148,7 +152,16 @@ def _check_shard(reader: CacheReader, head: ShardHead, name: str) -> int:
 
 def _check_gap(reader: CacheReader, name: str, head: ShardHead, start: int, stop: int) -> None:
     if stop > start and any(reader.read(name, head.header_bytes + start, head.header_bytes + stop)):
-        raise FormatError(f"{reader.url}/{name}: padding at byte {start} of the data is not zero")
+        raise ContentError(f"{reader.url}/{name}: padding at byte {start} of the data is not zero")
+
+
+def _check_prefix(reader: CacheReader) -> None:
+    """Recompute the prefix digests, if the token ids are there to do it from."""
+    header = reader.header
+    if header.prefix_blocks and header.tokens.stored:
+        ids, stated = reader.token_ids(), reader.prefix_sha256()
+        if ids is None or stated is None or not np.array_equal(prefix_digests(ids, header.identity), stated):
+            raise ChecksumError(f"{reader.url}: the prefix digests are not those of the token ids")
 
 
 def _objects(reader: CacheReader) -> list[tuple[str, int]]:

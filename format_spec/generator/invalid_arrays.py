@@ -250,7 +250,8 @@ def digests() -> Iterator[Vector]:
     yield vector("checksum-tokens-sha256", "6", "another digest of the ids", tiny(), document=hook)
     block = cache([coding("raw", segment_tokens=512)], [layer(1, 1)], stop=513)
     hook = inside("identity.adapter", "another")
-    yield vector("checksum-prefix-sha256", "9.2", "digests of another adapter", block, document=hook)
+    digests = vector("checksum-prefix-sha256", "9.2", "digests of another adapter", block, document=hook)
+    yield replace(digests, unread=True)
     hook = put(cache_id=digest(6))
     yield vector("header-cache-id", "5.3", "a cache_id that is not that of the index", tiny(), document=hook)
 

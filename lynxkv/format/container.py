@@ -97,8 +97,6 @@ def parse_header(header: bytes, *, what: str, size: int) -> Container:
         text = header[LENGTH_BYTES:].decode()
     except UnicodeDecodeError as error:
         raise HeaderError(f"{what}: the header is not UTF-8") from error
-    if not text.startswith("{") or text.rstrip(" ")[-1:] != "}":
-        raise HeaderError(f"{what}: the header is not one JSON object padded with spaces")
     body = strict_json.loads(text, what=f"{what}: header", max_depth=MAX_HEADER_DEPTH)
     metadata = body.pop("__metadata__", None)
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from lynxkv.errors import ContentError
+from lynxkv.errors import ChecksumError, ContentError, FormatError
 from lynxkv.format.index import Segment
 from lynxkv.layout import CacheHeader, EntropyCoding, FixedCoding
 from lynxkv.packing import unpack_digits, unpack_rows, unpack_symbols
@@ -20,13 +20,13 @@ def check_content(header: CacheHeader, segment: Segment, raw: U8) -> None:
     """Refuse a segment whose content the SPEC forbids.
 
     Raises:
-        ContentError: values that are not finite, an order that is no permutation, codes or escapes out of range,
-            token ids without the stated digest.
+        ContentError: values that are not finite, an order that is no permutation, codes or escapes out of range.
+        ChecksumError: token ids without the stated digest.
     """
     try:
         _CHECKS[segment.plan.part](header, segment, raw)
     except ValueError as error:
-        if isinstance(error, ContentError):
+        if isinstance(error, FormatError):
             raise
         raise ContentError(f"{segment.plan.name}: {error}") from error
 
@@ -46,12 +46,13 @@ def _values(header: CacheHeader, segment: Segment, raw: U8) -> None:
 
 
 def _steps(header: CacheHeader, segment: Segment, raw: U8) -> None:
-    steps = raw.view("<f4").reshape(-1, 2)
-    for ref in header.tensors:
-        if isinstance(ref.coding, EntropyCoding) and ref.coded_tokens:
-            row = steps[ref.ordinal]
-            if not (np.isfinite(row).all() and (row > 0).all()):
-                raise ValueError(f"the steps of {ref.key} are not positive and finite")
+    _finite("F32", raw)
+    for ref, row in zip(header.tensors, raw.view("<f4").reshape(-1, 2), strict=True):
+        if not isinstance(ref.coding, EntropyCoding):
+            if row.any():
+                raise ValueError(f"{ref.key} has steps but is not entropy-coded")
+        elif ref.coded_tokens and not (row > 0).all():
+            raise ValueError(f"the steps of {ref.key} are not positive")
 
 
 def _order(header: CacheHeader, segment: Segment, raw: U8) -> None:
@@ -82,7 +83,7 @@ def _residual(header: CacheHeader, segment: Segment, raw: U8) -> None:
 
 def _token_ids(header: CacheHeader, segment: Segment, raw: U8) -> None:
     if hashlib.sha256(raw.data).hexdigest() != header.tokens.sha256:
-        raise ValueError("the token ids do not have the stated digest")
+        raise ChecksumError("the token ids do not have the stated digest")
 
 
 def _anything(header: CacheHeader, segment: Segment, raw: U8) -> None:

@@ -59,8 +59,8 @@ class Fields:
 
     def string(self, name: str) -> str:
         value = self.any(name)
-        if not isinstance(value, str) or len(value) > limits.MAX_STRING:
-            raise HeaderError(f"{self.where}: {name} is not a string of at most {limits.MAX_STRING} characters")
+        if not isinstance(value, str):
+            raise HeaderError(f"{self.where}: {name} is not a string")
         return value
 
     def hex64(self, name: str) -> str:
@@ -101,7 +101,10 @@ def parse_common(text: str, *, role: str, what: str) -> Fields:
         HeaderError: malformed.
         UnsupportedFormatError: another version or an unknown required feature.
     """
-    fields = Fields(strict_json.loads(text, what=f"{what}: document", max_depth=limits.MAX_DOCUMENT_DEPTH), what)
+    document = strict_json.loads(
+        text, what=f"{what}: document", max_depth=limits.MAX_DOCUMENT_DEPTH, max_string=limits.MAX_STRING
+    )
+    fields = Fields(document, what)
     version = fields.string("version")
     if version != VERSION:
         raise UnsupportedFormatError(
@@ -112,6 +115,8 @@ def parse_common(text: str, *, role: str, what: str) -> Fields:
         raise UnsupportedFormatError(f"{what}: requires the feature {feature!r}", hint="a newer lynxkv may know it")
     if fields.string("role") != role:
         raise HeaderError(f"{what}: is the {fields.string('role')!r} shard of a cache, not the {role!r} one")
+    for name in ("tool", "version"):
+        fields.object("writer").string(name)
     return fields
 
 
@@ -288,7 +293,8 @@ def _identity(fields: Fields) -> Identity:
     digests = ("fingerprint", "tokenizer_sha256", "chat_template_sha256", "salt_sha256")
     return Identity(
         **{name: fields.optional(name, fields.hex64) for name in digests},
-        **{name: fields.optional(name, fields.string) for name in ("model_id", "revision", "turn", "adapter")},
+        **{name: fields.optional(name, fields.string) for name in ("model_id", "revision", "adapter")},
+        turn=fields.optional("turn", lambda name: fields.one_of(name, ("open", "none"))),
         rope=fields.optional("rope", lambda name: fields.object(name).value),
     )
 

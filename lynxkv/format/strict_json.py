@@ -14,13 +14,15 @@ from lynxkv.format.limits import MAX_INTEGER
 _STRUCTURE = re.compile(r'"(?:[^"\\]++|\\.|\\\Z)*+(?:"|\Z)|[\[\]{}]', re.DOTALL)
 
 
-def loads(text: str, *, what: str, max_depth: int) -> dict[str, Any]:
-    """Parse one JSON object.
+def loads(text: str, *, what: str, max_depth: int, max_string: int | None = None) -> dict[str, Any]:
+    """Parse one JSON object, followed by nothing but spaces.
 
     Raises:
-        HeaderError: it is not one object, nests deeper than `max_depth`, repeats a key, or holds NaN, Infinity, a lone
-            surrogate or an integer of 2^53 and above.
+        HeaderError: it is not that, nests deeper than `max_depth`, repeats a key, has a string or key longer than
+            `max_string`, or holds NaN, Infinity, a lone surrogate or an integer of 2^53 and above.
     """
+    if not text.startswith("{") or not text.rstrip(" ").endswith("}"):
+        raise HeaderError(f"{what} is not one JSON object, padded with spaces")
     depth = 0
     for token in _STRUCTURE.finditer(text):
         if token.group() in ("[", "{"):
@@ -41,9 +43,21 @@ def loads(text: str, *, what: str, max_depth: int) -> dict[str, Any]:
         raise HeaderError(f"{what} holds a lone surrogate") from None
     except ValueError as error:
         raise HeaderError(f"{what} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise HeaderError(f"{what} is not a JSON object")
-    return value
+    if max_string is not None and _longest_string(value) > max_string:
+        raise HeaderError(f"{what} has a string of more than {max_string} characters")
+    out: dict[str, Any] = value
+    return out
+
+
+def _longest_string(value: Any) -> int:
+    """Characters of the longest string in `value`, keys included."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return max((max(len(key), _longest_string(item)) for key, item in value.items()), default=0)
+    if isinstance(value, list):
+        return max(map(_longest_string, value), default=0)
+    return 0
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
