@@ -11,7 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lynxkv.errors import ContentError
+from lynxkv.errors import ContentError, InputError
+from lynxkv.exact import unpack_exact
 from lynxkv.fetch import SegmentPayload, open_cache
 from lynxkv.format.content import check_content
 from lynxkv.format.index import Segment
@@ -57,6 +58,7 @@ class CacheDecoder:
         self._codes: dict[tuple[int, int], U8] = {}
         self._anchor_left = sum(sum(1 for _ in ref.segments()) for ref in header.tensors)
         self._full_left = sum(sum(1 for _ in ref.segments()) for ref in header.tensors if ref.coding.has_residual)
+        self._exact_left = sum(sum(1 for _ in ref.segments()) for ref in header.tensors if ref.coding.exact)
 
     @property
     def complete_anchor(self) -> bool:
@@ -67,6 +69,11 @@ class CacheDecoder:
     def complete_full(self) -> bool:
         """Whether every element holds full precision."""
         return self._anchor_left == 0 and self._full_left == 0
+
+    @property
+    def complete_exact(self) -> bool:
+        """Whether every element holds the original's bits, or the best the cache has."""
+        return self.complete_full and self._exact_left == 0
 
     @property
     def resident_bytes(self) -> int:
@@ -106,11 +113,14 @@ class CacheDecoder:
             self._shared.codebooks[segment.plan.name] = raw.view("<f4")
 
     def refine(self, payload: SegmentPayload) -> None:
-        """Take one segment of the Residual: the tokens it covers go to full precision, in place.
+        """Take one segment of the Residual: the tokens it covers go to full or exact precision, in place.
 
         Raises:
             ContentError: it holds what the SPEC forbids.
         """
+        if payload.segment.plan.part == "exact":
+            self._correct(payload)
+            return
         ref, tokens = payload.segment.coded
         # Freed as refined: the codes are not needed again.
         codes = self._codes.pop((ref.ordinal, tokens.first_token))
@@ -125,6 +135,21 @@ class CacheDecoder:
             dequantize(anchor, residual, ref.coding, self._tables_of(ref), ref.spec, self.header.dtype, out)
         except ContentError as error:
             raise ContentError(f"{segment.plan.name} at token {start}: {error.message}") from error
+
+    def _correct(self, payload: SegmentPayload) -> None:
+        """Full values, as the destination holds them, to the original."""
+        ref, tokens = payload.segment.coded
+        start = ref.sinks + tokens.first_token
+        out = self._destination.target(ref.layer, ref.name)[:, start : start + tokens.tokens]
+        # The destination holds values of the declared dtype, however wide it is itself: this cast is exact.
+        dtype = TORCH_DTYPES[self.header.dtype]
+        full = out.to("cpu", dtype).contiguous().view(torch.int16).numpy().view(np.uint16).reshape(-1)
+        try:
+            patterns = unpack_exact(payload.raw, full, self.header.dtype)
+        except ValueError as error:
+            raise ContentError(f"{payload.segment.plan.name} at token {start}: {error}") from error
+        out.copy_(torch.from_numpy(patterns.view(np.int16)).view(dtype).view(out.shape))
+        self._exact_left -= 1
 
     def _tables_of(self, ref: TensorRef) -> Tables:
         if ref.ordinal not in self._tables:
@@ -185,15 +210,18 @@ def load(url: str, *, precision: Precision = "full", link: Link | None = None) -
     """Fetch and decode a whole cache; tensors are [H, T, D] in the cache's declared dtype.
 
     Raises:
+        InputError: exact precision is asked of a cache that does not hold it.
         CacheNotFoundError, FetchError: the store cannot deliver it.
         FormatError: it is damaged.
     """
     with open_cache(url, link=link) as reader:
+        if precision == "exact" and not reader.header.has_exact:
+            raise InputError(f"{url} has no exact section", hint="encode it with --exact")
         destination = KVDestination(reader.header)
         decoder = CacheDecoder(reader.header, destination)
         _drain(reader.stream_anchor(), decoder.anchor)
-        if precision == "full" and reader.header.residual is not None:
-            _drain(reader.start_residual(), decoder.refine)
+        if precision != "anchor" and reader.header.residual is not None:
+            _drain(reader.start_residual(exact=precision == "exact"), decoder.refine)
         ids = reader.token_ids()
         destination.kv.token_ids = ids.tolist() if ids is not None else None
     return destination.kv

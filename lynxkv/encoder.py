@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
@@ -15,9 +15,10 @@ from torch import Tensor
 from lynxkv.codecs import Codec, get_codec
 from lynxkv.errors import InputError
 from lynxkv.format.document import VERSION
-from lynxkv.format.limits import MAX_CHANNELS, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS
+from lynxkv.exact import pack_exact
+from lynxkv.format.limits import MAX_CHANNELS, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_LOGITS
 from lynxkv.format.write import Payload, Shard, build_shards, payload
-from lynxkv.kernels import EntropyTables, quantize
+from lynxkv.kernels import EntropyTables, Tables, dequantize, quantize
 from lynxkv.kv import KV
 from lynxkv.layout import (
     DTYPE_BYTES,
@@ -51,13 +52,14 @@ class EncodedCache:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeReport:
-    """What `encode` published."""
+    """What `encode` published: bytes up to anchor, full and exact precision, and of the original uncompressed."""
 
     url: str
     cache_id: str
     tokens: int
     bytes_anchor: int
     bytes_residual: int
+    bytes_exact: int
     bytes_original: int
 
 
@@ -68,14 +70,21 @@ def encode(
     codec: str | Codec = "default",
     dtype: Dtype = "bf16",
     identity: Identity | None = None,
+    exact: bool = False,
+    logits: Tensor | None = None,
     store_token_ids: bool = True,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> EncodeReport:
     """Encode a KV cache and publish it at `url`, which ends in `.lynx`.
 
-    Keys and values are first rounded to `dtype`; that is the original which all errors count from. `store_token_ids`
-    False keeps only the digests of the token ids.
+    Keys and values are first rounded to `dtype`; that is the original which all errors count from.
+
+    Args:
+        exact: add what leads from full precision back to the original, bit by bit.
+        logits: of the last position, [V] f32, stored whole.
+        store_token_ids: False keeps only the digests of the token ids.
+        progress: called with the name of the work, how much is done and how much there is.
 
     Raises:
         CacheExistsError: there is a cache at `url` and `overwrite` is false.
@@ -86,7 +95,14 @@ def encode(
     store = Store(url)
     store.check_target(overwrite=overwrite)
     cache = encode_shards(
-        kv, codec=codec, dtype=dtype, identity=identity, store_token_ids=store_token_ids, progress=progress
+        kv,
+        codec=codec,
+        dtype=dtype,
+        identity=identity,
+        exact=exact,
+        logits=logits,
+        store_token_ids=store_token_ids,
+        progress=progress,
     )
     ref = cache.header.residual
     residual = (ref.name, cache.residual) if ref is not None and cache.residual is not None else None
@@ -96,7 +112,8 @@ def encode(
         cache_id=cache.header.cache_id,
         tokens=cache.header.tokens.count,
         bytes_anchor=cache.anchor.bytes,
-        bytes_residual=cache.residual.bytes if cache.residual else 0,
+        bytes_residual=ref.bytes - ref.exact_bytes if ref else 0,
+        bytes_exact=ref.exact_bytes if ref else 0,
         bytes_original=cache.header.original_bytes,
     )
 
@@ -107,6 +124,8 @@ def encode_shards(
     codec: str | Codec = "default",
     dtype: Dtype = "bf16",
     identity: Identity | None = None,
+    exact: bool = False,
+    logits: Tensor | None = None,
     store_token_ids: bool = True,
     progress: Progress | None = None,
 ) -> EncodedCache:
@@ -116,7 +135,9 @@ def encode_shards(
         raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
     if dtype == "fp32" and method.name != "raw":
         raise InputError("fp32 goes with the codec raw only", hint="use --dtype bf16, or --codec raw")
-    header = _describe(kv, method, dtype, identity or Identity(), store_token_ids)
+    header = _describe(kv, method, dtype, identity or Identity(), exact=exact, store_token_ids=store_token_ids)
+    if logits is not None:
+        header = replace(header, logits_tokens=_check_logits(logits))
     anchor: dict[str, list[Payload]] = {}
     residual: dict[str, list[Payload]] = {}
     steps = np.zeros((len(header.tensors), 2), np.float32)
@@ -128,6 +149,8 @@ def encode_shards(
         if progress:
             progress("quantise", ref.ordinal + 1, len(header.tensors))
     anchor["steps"] = [payload(_u8(steps), may_compress=False)]
+    if logits is not None:
+        anchor["logits"] = [payload(_tensor_u8(logits.detach().to("cpu", torch.float32)), may_compress=False)]
     for name, values in method.codebooks().items():
         anchor[f"codebook.{name}"] = [payload(_u8(values), may_compress=False)]
     if kv.token_ids is not None:
@@ -145,7 +168,7 @@ def _encode_tensor(
     dtype: Dtype,
     anchor: dict[str, list[Payload]],
     residual: dict[str, list[Payload]],
-) -> object:
+) -> Tables:
     original = to_original(x, dtype, where=f"layer {ref.layer} {ref.name}")
     if ref.sinks:
         sink = original[:, : ref.sinks].transpose(0, 1)
@@ -160,20 +183,45 @@ def _encode_tensor(
         mean = (tables.mean.view(np.uint32) >> 16).astype(np.uint16)
         anchor[f"{ref.key}.mean"] = [payload(_u8(mean), may_compress=False)]
         anchor[f"{ref.key}.order"] = [payload(_u8(tables.order), may_compress=False)]
-    anchors, residuals = [], []
+    anchors, residuals, exacts = [], [], []
     for plan in ref.segments():
-        part = coded[:, plan.first_token : plan.first_token + plan.tokens]
-        first, second = quantize(part, ref.coding, tables)
+        tokens = slice(ref.sinks + plan.first_token, ref.sinks + plan.first_token + plan.tokens)
+        part = original[:, tokens]
+        first, second = quantize(part if raw_coding else part.to(torch.float32), ref.coding, tables)
         anchors.append(payload(first, may_compress=method.compress and not raw_coding))
         if second is not None:
             residuals.append(payload(second, may_compress=method.compress))
+        if ref.coding.exact:
+            exacts.append(payload(_exact_raw(part, first, second, ref, tables, dtype), may_compress=True))
     anchor[f"{ref.key}.{'raw' if raw_coding else 'anchor'}"] = anchors
     if residuals:
         residual[f"{ref.key}.residual"] = residuals
+    if exacts:
+        residual[f"{ref.key}.exact"] = exacts
     return tables
 
 
-def _describe(kv: KV, method: Codec, dtype: Dtype, identity: Identity, store_token_ids: bool) -> CacheHeader:
+def _exact_raw(original: Tensor, first: U8, second: U8 | None, ref: TensorRef, tables: Tables, dtype: Dtype) -> U8:
+    """Decode a segment again and take the difference to the original."""
+    full = torch.empty(original.shape, dtype=original.dtype)
+    dequantize(first, second, ref.coding, tables, ref.spec, dtype, full)
+    return pack_exact(_patterns(original), _patterns(full), dtype)
+
+
+def _patterns(tensor: Tensor) -> npt.NDArray[np.uint16]:
+    """16-bit patterns of a bf16 or fp16 tensor, flat."""
+    return tensor.contiguous().view(torch.int16).numpy().view(np.uint16).reshape(-1)
+
+
+def _check_logits(logits: Tensor) -> int:
+    if logits.ndim != 1 or not 1 <= logits.numel() <= MAX_LOGITS or not torch.isfinite(logits).all():
+        raise InputError(f"logits are {tuple(logits.shape)}, not finite values [vocabulary]")
+    return logits.numel()
+
+
+def _describe(
+    kv: KV, method: Codec, dtype: Dtype, identity: Identity, *, exact: bool, store_token_ids: bool
+) -> CacheHeader:
     """The header of the cache to be, digests still empty."""
     if not kv.layers or kv.tokens < 1:
         raise InputError("the cache is empty", hint="a cache needs at least one layer and one token")
@@ -191,6 +239,8 @@ def _describe(kv: KV, method: Codec, dtype: Dtype, identity: Identity, store_tok
             if heads > MAX_HEADS or dim > MAX_HEAD_DIM or heads * dim > MAX_CHANNELS:
                 raise InputError(f"{where}: {heads} heads of {dim} are over the format's limits")
             coding = method.coding(name, heads * dim)
+            if exact and coding.scheme != "raw":
+                coding = replace(coding, exact=True)
             if coding not in codings:
                 codings.append(coding)
             tensors[name] = TensorSpec(heads=heads, head_dim=dim, coding=codings.index(coding))

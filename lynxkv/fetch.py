@@ -172,12 +172,17 @@ class CacheReader:
 
     @property
     def bytes_residual(self) -> int:
-        """Size of the Residual; 0 if the cache has none."""
-        return self.header.residual.bytes if self.header.residual else 0
+        """Bytes of the Residual that lead to full precision; 0 if the cache has none."""
+        return self.header.residual.bytes - self.header.residual.exact_bytes if self.header.residual else 0
+
+    @property
+    def bytes_exact(self) -> int:
+        """Bytes of the Residual that lead on to the original; 0 if the cache has none."""
+        return self.header.residual.exact_bytes if self.header.residual else 0
 
     def stream_anchor(self) -> SegmentStream:
         """All segments of the Anchor but the token ids, in file order."""
-        wanted = [item for item in self.anchor_head.segments if item.plan.part not in ("token_ids", "prefix")]
+        wanted = [item for item in self.anchor_head.segments if item.plan.part not in ("token_ids", "prefix", "logits")]
         return self._stream(ANCHOR_NAME, lambda: (self.anchor_head, wanted))
 
     def stream_segments(self, name: str, head: ShardHead) -> SegmentStream:
@@ -192,8 +197,8 @@ class CacheReader:
         """
         return _with_retries(lambda: self.store.read(name, start, stop))
 
-    def start_residual(self) -> SegmentStream:
-        """Start to fetch the Residual: its head first, then all segments in file order.
+    def start_residual(self, *, exact: bool = False) -> SegmentStream:
+        """Start to fetch the Residual: its head first, then its segments in file order, exact ones if asked for.
 
         Raises:
             BindingError: the cache has none.
@@ -204,7 +209,7 @@ class CacheReader:
 
         def open_head() -> tuple[ShardHead, Sequence[Segment]]:
             head = self.read_residual_head()
-            return head, head.segments
+            return head, [item for item in head.segments if exact or item.plan.part != "exact"]
 
         return self._stream(name, open_head)
 
@@ -230,6 +235,11 @@ class CacheReader:
         """The token ids [T], or None if the cache does not store them."""
         raw = self._one("token_ids")
         return None if raw is None else raw.view("<u4")
+
+    def logits(self) -> npt.NDArray[np.float32] | None:
+        """The logits [V] after the last token, or None if the cache does not store them."""
+        raw = self._one("logits")
+        return None if raw is None else raw.view("<f4")
 
     def prefix_sha256(self) -> U8 | None:
         """The digests [blocks, 32] of the prefix blocks, or None if the cache has none."""

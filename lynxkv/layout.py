@@ -14,7 +14,7 @@ from typing import Any, Literal
 from lynxkv.packing import plane_row_bytes, radix_group
 
 Dtype = Literal["bf16", "fp16", "fp32"]
-Precision = Literal["anchor", "full"]
+Precision = Literal["anchor", "full", "exact"]
 TensorName = Literal["k", "v", "latent"]
 LayerKind = Literal["full", "sliding"]
 
@@ -35,6 +35,7 @@ class RawCoding:
 
     segment_tokens: int
     sink_tokens: int = 0
+    exact: bool = False
     scheme: Literal["raw"] = "raw"
 
     has_residual = False
@@ -58,6 +59,7 @@ class FixedCoding:
     offset: bool
     segment_tokens: int
     sink_tokens: int
+    exact: bool = False
     scheme: Literal["fixed"] = "fixed"
 
     @property
@@ -95,6 +97,7 @@ class EntropyCoding:
     radix: int
     segment_tokens: int
     sink_tokens: int
+    exact: bool = False
     scheme: Literal["entropy"] = "entropy"
 
     @property
@@ -174,12 +177,13 @@ class Identity:
 
 @dataclass(frozen=True, kw_only=True)
 class ResidualRef:
-    """What the Anchor says of its Residual (SPEC 5.3)."""
+    """What the Anchor says of its Residual (SPEC 5.3); the last `exact_bytes` of its `bytes` are exact arrays."""
 
     name: str
     header_sha256: str
     header_bytes: int
     bytes: int
+    exact_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,12 +233,18 @@ class CacheHeader:
     layers: tuple[LayerSpec, ...]
     residual: ResidualRef | None
     identity: Identity
+    logits_tokens: int | None = None
     writer: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def tensors(self) -> tuple[TensorRef, ...]:
         """All tensors, numbered as in SPEC 4.1: layer by layer, K before V."""
         return tuple(tensor_refs(self.layers, self.codings))
+
+    @property
+    def has_exact(self) -> bool:
+        """Whether every tensor can be taken to the original's bits."""
+        return all(ref.coding.exact or ref.coding.scheme == "raw" or not ref.coded_tokens for ref in self.tensors)
 
     @property
     def prefix_blocks(self) -> int:

@@ -54,10 +54,13 @@ class InspectReport:
     elements: int
     bytes_anchor: int
     bytes_residual: int
+    bytes_exact: int
     bytes_original: int
     anchor_bits: float
+    full_bits: float
     total_bits: float
     compression_anchor: float
+    compression_full: float
     compression_total: float
     parts: tuple[Part, ...]
     writer: dict[str, Any]
@@ -88,7 +91,8 @@ def inspect(url: str, *, link: Link | None = None) -> InspectReport:
         parts = _parts(header, "anchor", reader.anchor_head)
         if header.residual is not None:
             parts += _parts(header, "residual", reader.read_residual_head())
-        total = reader.bytes_anchor + reader.bytes_residual
+        full = reader.bytes_anchor + reader.bytes_residual
+        total = full + reader.bytes_exact
         return InspectReport(
             url=reader.url,
             cache_id=header.cache_id,
@@ -103,10 +107,13 @@ def inspect(url: str, *, link: Link | None = None) -> InspectReport:
             elements=header.elements,
             bytes_anchor=reader.bytes_anchor,
             bytes_residual=reader.bytes_residual,
+            bytes_exact=reader.bytes_exact,
             bytes_original=header.original_bytes,
             anchor_bits=reader.bytes_anchor * 8 / header.elements,
+            full_bits=full * 8 / header.elements,
             total_bits=total * 8 / header.elements,
             compression_anchor=header.original_bytes / reader.bytes_anchor,
+            compression_full=header.original_bytes / full,
             compression_total=header.original_bytes / total,
             parts=tuple(parts),
             writer=header.writer,
@@ -132,7 +139,7 @@ def check(url: str, *, link: Link | None = None) -> CheckReport:
             url=reader.url,
             cache_id=header.cache_id,
             segments=segments,
-            bytes=reader.bytes_anchor + reader.bytes_residual,
+            bytes=reader.bytes_anchor + reader.bytes_residual + reader.bytes_exact,
             tokens=header.tokens.count,
             orphans=tuple(name for name, _ in orphans),
             orphan_bytes=sum(size for _, size in orphans),
@@ -193,6 +200,8 @@ _PART_NAMES = {
     "anchor": "codes",
     "raw": "values",
     "residual": "codes",
+    "exact": "exact",
+    "logits": "logits",
     "token_ids": "token ids",
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors
 import safetensors.torch
@@ -15,6 +16,7 @@ import lynxkv
 from lynxkv.codecs import CODECS, get_codec
 from lynxkv.decoder import CacheDecoder, KVDestination
 from lynxkv.encoder import encode_shards
+from lynxkv.exact import pack_exact, unpack_exact
 from lynxkv.kernels.rounding import TORCH_DTYPES, round_to
 from lynxkv.kv import KV, KVLayer, kv_from_safetensors, kv_to_safetensors
 from lynxkv.layout import Dtype, Identity, Precision, TensorName
@@ -144,6 +146,70 @@ def test_a_float32_destination_gets_the_same_values(tmp_path: Path) -> None:
     narrow = lynxkv.load(url, precision="anchor")
     for layer, source in zip(wide, narrow.layers, strict=True):
         assert all(torch.equal(layer[name], source.tensors[name].float()) for name in layer)
+
+
+@pytest.mark.parametrize("codec", ["default", "alg1", "alg1-shift", "int8", "int4", "raw"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_exact_brings_back_every_bit(codec: str, dtype: Dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lynxkv.codecs.base.SEGMENT_ELEMENTS", 32 * 256)
+    kv = random_kv(tokens=400, outlier=300.0)
+    keys = kv.layers[0].tensors["k"]
+    keys[0, 50, :6] = torch.tensor([0.0, -0.0, 1e-41, -1e-41, 60000.0, -60000.0])
+    keys[1, 60:300, 2] = 0
+    url = str(tmp_path / "a.lynx")
+    report = lynxkv.encode(kv, url, codec=codec, dtype=dtype, exact=True)
+    assert (report.bytes_exact > 0) == (codec != "raw")
+    assert lynxkv.check(url).bytes == report.bytes_anchor + report.bytes_residual + report.bytes_exact
+    decoded = lynxkv.load(url, precision="exact")
+    for layer, source in zip(decoded.layers, kv.layers, strict=True):
+        for name, tensor in layer.tensors.items():
+            original = round_to(source.tensors[name], dtype)
+            assert torch.equal(tensor.view(torch.int16), original.view(torch.int16))
+    check_against(lynxkv.load(url), kv, codec, dtype, "full")
+
+
+def test_exact_corrections_keep_every_16_bit_pattern_apart() -> None:
+    patterns = np.arange(65536, dtype=np.uint16)
+    for dtype, mask in (("bf16", 0x7F80), ("fp16", 0x7C00)):
+        finite = patterns[(patterns & mask) != mask]
+        full = np.random.default_rng(1).permutation(finite)
+        assert np.array_equal(unpack_exact(pack_exact(finite, full, dtype), full, dtype), finite)
+
+
+def test_an_exact_correction_must_be_finite() -> None:
+    full = np.array([0x7F7F], np.uint16)
+    raw = pack_exact(np.array([0x7F80], np.uint16), full, "bf16")
+    with pytest.raises(ValueError, match="not finite"):
+        unpack_exact(raw, full, "bf16")
+
+
+def test_exact_is_refused_where_it_is_not(tmp_path: Path) -> None:
+    url = str(tmp_path / "a.lynx")
+    lynxkv.encode(random_kv(), url)
+    with pytest.raises(lynxkv.InputError, match="no exact section"):
+        lynxkv.load(url, precision="exact")
+
+
+def test_full_precision_does_not_fetch_the_exact_arrays(tmp_path: Path) -> None:
+    url = str(tmp_path / "a.lynx")
+    report = lynxkv.encode(random_kv(), url, exact=True)
+    with lynxkv.open(url) as reader:
+        assert (reader.bytes_residual, reader.bytes_exact) == (report.bytes_residual, report.bytes_exact)
+        assert {payload.segment.plan.part for payload in reader.start_residual()} == {"residual"}
+        assert {payload.segment.plan.part for payload in reader.start_residual(exact=True)} == {"residual", "exact"}
+
+
+def test_logits_come_back(tmp_path: Path) -> None:
+    url = str(tmp_path / "a.lynx")
+    logits = torch.randn(1000)
+    lynxkv.encode(random_kv(), url, logits=logits)
+    lynxkv.check(url)
+    with lynxkv.open(url) as reader:
+        stored = reader.logits()
+    assert stored is not None
+    assert torch.equal(torch.from_numpy(stored.copy()), logits)
+    with pytest.raises(lynxkv.InputError, match="logits"):
+        lynxkv.encode(random_kv(), url, logits=logits / 0, overwrite=True)
 
 
 def test_encoding_twice_gives_the_same_bytes() -> None:

@@ -87,18 +87,20 @@ def _token_ids(header: CacheHeader, segment: Segment, raw: U8) -> None:
 
 
 def _anything(header: CacheHeader, segment: Segment, raw: U8) -> None:
-    pass
+    """Digests are compared elsewhere; what exact corrections lead to is seen when they are applied."""
 
 
 _CHECKS: dict[str, Callable[[CacheHeader, Segment, U8], None]] = {
     "prefix": _anything,
     "codebook": _values,
     "steps": _steps,
+    "logits": _values,
     "sink": _values,
     "mean": _values,
     "order": _order,
     "anchor": _anchor,
     "raw": _values,
     "residual": _residual,
+    "exact": _anything,
     "token_ids": _token_ids,
 }

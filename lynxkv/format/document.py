@@ -128,7 +128,7 @@ def parse_anchor_document(text: str, *, what: str) -> CacheHeader:
         UnsupportedFormatError: another version or an unknown required feature.
     """
     fields = parse_common(text, role="anchor", what=what)
-    for reserved in ("parent", "transform", "logits"):
+    for reserved in ("parent", "transform"):
         if fields.any(reserved) is not None:
             raise UnsupportedFormatError(f"{what}: uses the reserved field {reserved!r}")
     tokens = fields.object("tokens")
@@ -164,12 +164,13 @@ def parse_anchor_document(text: str, *, what: str) -> CacheHeader:
         layers=layers,
         residual=fields.optional("residual", lambda name: _residual(fields.object(name))),
         identity=_identity(fields.object("identity")),
+        logits_tokens=fields.optional("logits", lambda name: _logits(fields.object(name))),
         writer=fields.object("writer").value,
     )
     segments = sum(-(-ref.coded_tokens // ref.coding.segment_tokens) for ref in header.tensors)
     if segments > limits.MAX_SEGMENTS:
         raise HeaderError(f"{what}: {segments} segments are over {limits.MAX_SEGMENTS}")
-    needed = any(ref.coding.has_residual and ref.coded_tokens for ref in header.tensors)
+    needed = any((ref.coding.has_residual or ref.coding.exact) and ref.coded_tokens for ref in header.tensors)
     if needed != (header.residual is not None):
         raise HeaderError(f"{what}: {'no' if needed else 'a'} Residual is named, though the codings imply otherwise")
     return header
@@ -193,7 +194,7 @@ def render_anchor_document(header: CacheHeader) -> dict[str, Any]:
         "writer": header.writer,
         "parent": None,
         "transform": None,
-        "logits": None,
+        "logits": {"tokens": header.logits_tokens} if header.logits_tokens else None,
     }
 
 
@@ -212,8 +213,11 @@ def render_residual_document(header: CacheHeader, index_sha256: str) -> dict[str
 def _coding(fields: Fields, dtype: str) -> Coding:
     scheme = fields.one_of("scheme", ("raw", "fixed", "entropy"))
     segment_tokens = fields.integer("segment_tokens", 1, limits.MAX_TOKENS)
+    exact = fields.boolean("exact")
     if scheme == "raw":
         fields.integer("sink_tokens", 0, 0)
+        if exact:
+            raise HeaderError(f"{fields.where}: raw coding is exact by itself")
         return RawCoding(segment_tokens=segment_tokens)
     if dtype == "fp32":
         raise HeaderError(f"{fields.where}: dtype fp32 goes with raw coding only")
@@ -223,6 +227,7 @@ def _coding(fields: Fields, dtype: str) -> Coding:
             radix=fields.integer("radix", 1, MAX_RADIX),
             segment_tokens=segment_tokens,
             sink_tokens=sink_tokens,
+            exact=exact,
         )
     coding = FixedCoding(
         anchor_bits=fields.integer("anchor_bits", 1, 8),
@@ -235,6 +240,7 @@ def _coding(fields: Fields, dtype: str) -> Coding:
         offset=fields.boolean("offset"),
         segment_tokens=segment_tokens,
         sink_tokens=sink_tokens,
+        exact=exact,
     )
     if coding.anchor_bits + coding.residual_bits > 8:
         raise HeaderError(f"{fields.where}: anchor and residual bits are over 8 together")
@@ -286,6 +292,7 @@ def _residual(fields: Fields) -> ResidualRef:
         header_sha256=digest,
         header_bytes=fields.integer("header_bytes", 64, limits.MAX_HEADER_BYTES + 8),
         bytes=fields.integer("bytes", 64, limits.MAX_INTEGER - 1),
+        exact_bytes=fields.integer("exact_bytes", 0, limits.MAX_INTEGER - 1),
     )
 
 
@@ -297,6 +304,10 @@ def _identity(fields: Fields) -> Identity:
         turn=fields.optional("turn", lambda name: fields.one_of(name, ("open", "none"))),
         rope=fields.optional("rope", lambda name: fields.object(name).value),
     )
+
+
+def _logits(fields: Fields) -> int:
+    return fields.integer("tokens", 1, limits.MAX_LOGITS)
 
 
 def _without_none(value: dict[str, Any]) -> dict[str, Any]:

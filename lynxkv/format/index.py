@@ -91,6 +91,8 @@ def anchor_plans(header: CacheHeader) -> Iterator[ArrayPlan]:
     yield from _codebook_plans(header)
     if any(isinstance(ref.coding, EntropyCoding) for ref in header.tensors):
         yield _typed("steps", "steps", "F32", (len(header.tensors), 2))
+    if header.logits_tokens:
+        yield _typed("logits", "logits", "F32", (header.logits_tokens,))
     dtype = _SAFETENSORS_DTYPE[header.dtype]
     for ref in header.tensors:
         spec = ref.spec
@@ -120,15 +122,19 @@ def anchor_plans(header: CacheHeader) -> Iterator[ArrayPlan]:
 
 
 def residual_plans(header: CacheHeader) -> Iterator[ArrayPlan]:
-    """The indexed arrays of the Residual: keys of all layers, then values (SPEC 4.6)."""
-    for wanted in (("k", "latent"), ("v",)):
-        for ref in header.tensors:
-            coding = ref.coding
-            if ref.name not in wanted or coding.scheme == "raw" or not coding.has_residual or not ref.coded_tokens:
-                continue
+    """The indexed arrays of the Residual: keys of all layers, then values, then exact in the same way (SPEC 4.6)."""
+    keys = [ref for ref in header.tensors if ref.coded_tokens and ref.name != "v"]
+    values = [ref for ref in header.tensors if ref.coded_tokens and ref.name == "v"]
+    for ref in keys + values:
+        if ref.coding.scheme != "raw" and ref.coding.has_residual:
             plans = tuple(ref.segments())
-            raw_bytes = tuple(coding.residual_bytes(plan.tokens, ref.spec) for plan in plans)
+            raw_bytes = tuple(ref.coding.residual_bytes(plan.tokens, ref.spec) for plan in plans)
             yield ArrayPlan(name=f"{ref.key}.residual", part="residual", tensor=ref, raw_bytes=raw_bytes, plans=plans)
+    for ref in keys + values:
+        if ref.coding.exact:
+            plans = tuple(ref.segments())
+            raw_bytes = tuple(2 * plan.tokens * ref.spec.channels for plan in plans)
+            yield ArrayPlan(name=f"{ref.key}.exact", part="exact", tensor=ref, raw_bytes=raw_bytes, plans=plans)
 
 
 def _codebook_plans(header: CacheHeader) -> Iterator[ArrayPlan]:

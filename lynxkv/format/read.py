@@ -80,7 +80,11 @@ def read_residual_head(read: ReadRange, size: int, header: CacheHeader, *, what:
             f"{what}: belongs to another encode than the Anchor",
             hint="fetch both shards of the same cache again",
         )
-    return raw.head(list(residual_plans(header)), document.hex64("index_sha256"))
+    head = raw.head(list(residual_plans(header)), document.hex64("index_sha256"))
+    first_exact = next((item.offset for item in head.segments if item.plan.part == "exact"), size - head.header_bytes)
+    if head.header_bytes + first_exact != size - named.exact_bytes:
+        raise HeaderError(f"{what}: its exact arrays do not take the {named.exact_bytes} bytes that the Anchor states")
+    return head
 
 
 def open_segment(segment: Segment, stored: bytes | memoryview, *, what: str) -> U8:

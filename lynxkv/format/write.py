@@ -73,6 +73,7 @@ def build_shards(
             header_sha256=residual_shard.header_sha256,
             header_bytes=residual_shard.header_bytes,
             bytes=residual_shard.bytes,
+            exact_bytes=layout.bytes - layout.exact_start,
         )
         header = replace(header, residual=ref)
     return header, anchor_layout.seal(lambda: render_anchor_document(header)), residual_shard
@@ -90,7 +91,10 @@ class _Layout:
         self.data: list[Buffer] = []
         entries = np.zeros(count, INDEX_DTYPE)
         number = pads = 0
+        exact_start: int | None = None
         for plan in plans:
+            if plan.part == "exact" and exact_start is None:
+                exact_start = at
             start, position = at, len(self.arrays)
             for i, item in enumerate(payloads[plan.name]):
                 first = plan.plans[i].first_token if plan.plans else 0
@@ -111,6 +115,7 @@ class _Layout:
                 self.arrays.append(ArrayInfo(name=f"pad.{pads}", dtype="U8", shape=(at - start,), start=start, stop=at))
                 pads += 1
         self.bytes = at
+        self.exact_start = at if exact_start is None else exact_start
         self.index = entries.tobytes()
         self.index_sha256 = hashlib.sha256(self.index).hexdigest()
         self.cache_id = hashlib.sha256(entries["sha256"].tobytes()).hexdigest()
