@@ -80,6 +80,10 @@ class CacheDecoder:
         """Bytes of anchor codes kept for refining."""
         return sum(codes.nbytes for codes in self._codes.values())
 
+    def release(self) -> None:
+        """Drop the codes kept for refining: the cache stays as it is."""
+        self._codes.clear()
+
     def anchor(self, payload: SegmentPayload) -> None:
         """Take one segment of the Anchor, in file order.
 

@@ -73,6 +73,7 @@ def generate(
         with closing(reader.start_residual()) as residual:
             run.draft_while_refining(residual)
             run.refine_rest(residual)
+    run.decoder.release()
     run.verify_draft()
     run.decode_on()
     return run.result()

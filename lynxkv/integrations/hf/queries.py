@@ -35,5 +35,5 @@ def queries(model: Model, cache: Any, token_ids: Sequence[int]) -> list[Tensor]:
     try:
         model.step(cache, token_ids)
     finally:
-        del ALL_ATTENTION_FUNCTIONS[name]
+        del ALL_ATTENTION_FUNCTIONS[name]  # type: ignore[no-untyped-call]
     return captured
