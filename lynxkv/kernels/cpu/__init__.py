@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lynxkv.kernels import reference
 from lynxkv.kernels.cpu.entropy_dequantize import dequantize_entropy
+from lynxkv.kernels.cpu.fixed_dequantize import dequantize_fixed
 from lynxkv.kernels.cpu.memory import U8, destination
 from lynxkv.kernels.rounding import TORCH_DTYPES
 from lynxkv.kernels.tables import EntropyTables, FixedTables, Tables
@@ -26,7 +27,7 @@ def dequantize(
         dequantize(anchor, residual, coding, tables, spec, dtype, whole)
         out.copy_(whole)
     elif isinstance(coding, FixedCoding) and isinstance(tables, FixedTables):
-        reference.dequantize(anchor, residual, coding, tables, spec, dtype, out)
+        dequantize_fixed(anchor, residual, coding, tables, spec, out.shape[1], place)
     elif isinstance(coding, EntropyCoding) and isinstance(tables, EntropyTables):
         dequantize_entropy(anchor, residual, coding, tables, spec, out.shape[1], place)
     else:

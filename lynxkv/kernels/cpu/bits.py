@@ -106,33 +106,88 @@ BF16, FP16, FP32, BF16_IN_F32, FP16_IN_F32 = 0, 1, 2, 3, 4
 """What a row holds: 16-bit floats (u16 array), f32, or f32 rounded to a 16-bit float and widened again (f32 array)."""
 
 
-def round_row(values: Any, row: Any, kind: int) -> None:
-    """Round f32 `values` to `kind` and store them in `row`, a u16 or f32 array of the same length."""
+def finish_rows(
+    values: Any,
+    scale: Any,
+    offset: Any,
+    heads: int,
+    out: Any,
+    at: int,
+    head_stride: int,
+    token_stride: int,
+    kind: int,
+) -> None:
+    """out = round(fl(fl(values * scale) + offset)), f32 all but `out`, whose u16 or f32 elements `kind` describes.
+
+    values is [tokens, heads, head_dim rounded up to 8], scale and offset [heads, head_dim]; the first row of `out` is
+    at `at`. Many rows a call, and rounding in the same loop: a call a row, with its counted references to every array,
+    or a second loop over the sums, each cost about a third more.
+    """
     raise NotImplementedError("compiled code only")
 
 
-@overload(round_row)
-def _round_row(values: Any, row: Any, kind: Any) -> Any:
-    def into_16(values: Any, row: Any, kind: Any) -> Any:
-        if kind == BF16:
-            for i in range(len(row)):
-                row[i] = bf16_of(values[i])
-        else:
-            for i in range(len(row)):
-                row[i] = fp16_of(values[i])
+@overload(finish_rows)
+def _finish_rows(
+    values: Any, scale: Any, offset: Any, heads: Any, out: Any, at: Any, head_stride: Any, token_stride: Any, kind: Any
+) -> Any:
+    def into_16(
+        values: Any,
+        scale: Any,
+        offset: Any,
+        heads: Any,
+        out: Any,
+        at: Any,
+        head_stride: Any,
+        token_stride: Any,
+        kind: Any,
+    ) -> Any:
+        dim = len(scale) // heads
+        padded = -(-dim // 8) * 8
+        for i in range(len(values) // padded):
+            head = i % heads
+            v = values[i * padded : i * padded + dim]
+            s = scale[head * dim : head * dim + dim]
+            o = offset[head * dim : head * dim + dim]
+            start = at + head * head_stride + i // heads * token_stride
+            row = out[start : start + dim]
+            if kind == BF16:
+                for d in range(dim):
+                    row[d] = bf16_of(v[d] * s[d] + o[d])
+            else:
+                for d in range(dim):
+                    row[d] = fp16_of(v[d] * s[d] + o[d])
 
-    def into_32(values: Any, row: Any, kind: Any) -> Any:
-        if kind == BF16_IN_F32:
-            for i in range(len(row)):
-                row[i] = f32_of_bf16(bf16_of(values[i]))
-        elif kind == FP16_IN_F32:
-            for i in range(len(row)):
-                row[i] = f32_of_fp16(fp16_of(values[i]))
-        else:
-            for i in range(len(row)):
-                row[i] = values[i]
+    def into_32(
+        values: Any,
+        scale: Any,
+        offset: Any,
+        heads: Any,
+        out: Any,
+        at: Any,
+        head_stride: Any,
+        token_stride: Any,
+        kind: Any,
+    ) -> Any:
+        dim = len(scale) // heads
+        padded = -(-dim // 8) * 8
+        for i in range(len(values) // padded):
+            head = i % heads
+            v = values[i * padded : i * padded + dim]
+            s = scale[head * dim : head * dim + dim]
+            o = offset[head * dim : head * dim + dim]
+            start = at + head * head_stride + i // heads * token_stride
+            row = out[start : start + dim]
+            if kind == BF16_IN_F32:
+                for d in range(dim):
+                    row[d] = f32_of_bf16(bf16_of(v[d] * s[d] + o[d]))
+            elif kind == FP16_IN_F32:
+                for d in range(dim):
+                    row[d] = f32_of_fp16(fp16_of(v[d] * s[d] + o[d]))
+            else:
+                for d in range(dim):
+                    row[d] = v[d] * s[d] + o[d]
 
-    return into_16 if row.dtype == types.uint16 else into_32
+    return into_16 if out.dtype == types.uint16 else into_32
 
 
 def load_row(row: Any, values: Any, kind: int) -> None:

@@ -1,7 +1,8 @@
 """Bit planes and radix groups (SPEC 8.1 and 8.4), row by row.
 
 Byte k of a plane of width w and s bytes a row holds codes k, k + s, k + 2s, ...: unpacking is a shift, a mask and one
-contiguous store for each of the 8 / w fields, which LLVM turns into vector code.
+contiguous store for each of the 8 / w fields. Shifts by constants vectorise; shifts of bytes by variables do not (five
+times slower for 4 bits), hence a function a width.
 """
 
 from __future__ import annotations
@@ -14,31 +15,71 @@ from lynxkv.kernels.cpu.bits import jit
 
 
 @jit
-def unpack_row(data: Any, row: int, rows: int, bits: int, codes: Any) -> None:
-    """Codes of one row of `rows`; `codes` is u8, as long as the padded row."""
-    padded = len(codes)
+def _append_4(data: Any, first: int, s: int, codes: Any) -> None:
+    for row in range(len(codes) // (2 * s)):
+        plane = data[first + row * s : first + row * s + s]
+        low = codes[row * 2 * s : row * 2 * s + s]
+        high = codes[row * 2 * s + s : row * 2 * s + 2 * s]
+        for k in range(s):
+            low[k] = np.uint8(plane[k] & 15) | np.uint8(low[k] << 4)
+        for k in range(s):
+            high[k] = np.uint8(plane[k] >> 4) | np.uint8(high[k] << 4)
+
+
+@jit
+def _append_2(data: Any, first: int, s: int, codes: Any) -> None:
+    for row in range(len(codes) // (4 * s)):
+        plane = data[first + row * s : first + row * s + s]
+        at = row * 4 * s
+        a, b, c, d = codes[at : at + s], codes[at + s : at + 2 * s], codes[at + 2 * s : at + 3 * s], codes[at + 3 * s :]
+        for k in range(s):
+            a[k] = np.uint8(plane[k] & 3) | np.uint8(a[k] << 2)
+        for k in range(s):
+            b[k] = np.uint8((plane[k] >> 2) & 3) | np.uint8(b[k] << 2)
+        for k in range(s):
+            c[k] = np.uint8((plane[k] >> 4) & 3) | np.uint8(c[k] << 2)
+        for k in range(s):
+            d[k] = np.uint8(plane[k] >> 6) | np.uint8(d[k] << 2)
+
+
+@jit
+def _append_1(data: Any, first: int, s: int, codes: Any) -> None:
+    for row in range(len(codes) // (8 * s)):
+        plane = data[first + row * s : first + row * s + s]
+        for field in range(8):
+            at = (row * 8 + field) * s
+            part = codes[at : at + s]
+            bit = np.uint8(1 << field)
+            for k in range(s):
+                part[k] = np.uint8((plane[k] & bit) != 0) | np.uint8(part[k] << 1)
+
+
+@jit
+def unpack_rows(data: Any, rows: int, padded: int, bits: int, row: int, codes: Any) -> None:
+    """Shift packed codes into `codes` [n, padded], u8, from below: rows [row, row + n) of the `rows` in `data`."""
     plane = 0
-    shift = bits
-    first = True
-    for width in (8, 4, 2, 1):
-        if not bits & width:
-            continue
-        shift -= width
-        row_bytes = padded * width // 8
-        source = data[plane + row * row_bytes : plane + (row + 1) * row_bytes]
-        mask = np.uint8(0xFF >> (8 - width))
-        for field in range(8 // width):
-            part = codes[field * row_bytes : (field + 1) * row_bytes]
-            down = np.uint8(field * width)
-            up = np.uint8(shift)
-            if first:
-                for k in range(row_bytes):
-                    part[k] = np.uint8(np.uint8(source[k] >> down) & mask) << up
-            else:
-                for k in range(row_bytes):
-                    part[k] |= np.uint8(np.uint8(source[k] >> down) & mask) << up
-        plane += rows * row_bytes
-        first = False
+    if bits & 8:
+        source = data[row * padded : row * padded + len(codes)]
+        for k in range(len(codes)):
+            codes[k] = source[k]
+    if bits & 4:
+        s = padded // 2
+        _append_4(data, row * s, s, codes)
+        plane += rows * s
+    if bits & 2:
+        s = padded // 4
+        _append_2(data, plane + row * s, s, codes)
+        plane += rows * s
+    if bits & 1:
+        s = padded // 8
+        _append_1(data, plane + row * s, s, codes)
+
+
+@jit
+def clear(codes: Any) -> None:
+    """Zero a u8 array; numba's slice assignment costs as much as unpacking a short row."""
+    for k in range(len(codes)):
+        codes[k] = 0
 
 
 @jit
