@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lynxkv.codecs import Codec, get_codec
 from lynxkv.errors import InputError
-from lynxkv.format.document import VERSION
 from lynxkv.exact import pack_exact
+from lynxkv.format.document import VERSION
 from lynxkv.format.limits import MAX_CHANNELS, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_LOGITS
 from lynxkv.format.write import Payload, Shard, build_shards, payload
 from lynxkv.kernels import EntropyTables, Tables, dequantize, quantize

@@ -8,11 +8,14 @@ from lynxkv.codecs.alg1 import Alg1
 from lynxkv.codecs.alg1_shift import Alg1Shift
 from lynxkv.codecs.base import Codec
 from lynxkv.codecs.int_token import Int4, Int8
+from lynxkv.codecs.linear import Linear
 from lynxkv.codecs.raw import Raw
-from lynxkv.codecs.uniform import Uniform
+from lynxkv.codecs.uniform import Fast, Quality, Uniform
 from lynxkv.errors import InputError
 
-CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Uniform, Alg1, Alg1Shift, Raw, Int8, Int4)}
+CODECS: dict[str, type[Codec]] = {
+    codec.name: codec for codec in (Uniform, Quality, Fast, Linear, Alg1, Alg1Shift, Raw, Int8, Int4)
+}
 
 
 def get_codec(codec: str | Codec, **params: Any) -> Codec:

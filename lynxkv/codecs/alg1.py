@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lynxkv.codecs.base import SINK_TOKENS, segment_tokens
-from lynxkv.codecs.fixed import FixedCodec, expand, offset_table, scale_table
+from lynxkv.codecs.fixed import FixedCodec, check_chunks, expand, offset_table, scale_table
 from lynxkv.errors import InputError
 from lynxkv.kernels.tables import FixedTables
 from lynxkv.layout import FixedCoding, TensorName
@@ -55,8 +55,7 @@ class Alg1(FixedCodec):
             raise InputError(f"cannot split {self.anchor_bits} + {self.residual_bits} bits: 2 + 1 to 8 in all")
         if not 0 < self.alpha <= 1e6:
             raise InputError(f"alpha is {self.alpha}, not in (0, 1e6]")
-        if self.chunk_tokens < 1 or self.page_tokens < 1 or self.page_tokens % self.chunk_tokens:
-            raise InputError(f"chunks of {self.chunk_tokens} tokens do not fill pages of {self.page_tokens}")
+        check_chunks(self.chunk_tokens, self.page_tokens)
 
     def coding(self, tensor: TensorName, channels: int) -> FixedCoding:
         return FixedCoding(

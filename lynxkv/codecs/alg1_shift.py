@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 
 from lynxkv.codecs.base import SINK_TOKENS, segment_tokens
-from lynxkv.codecs.fixed import FixedCodec, expand
+from lynxkv.codecs.fixed import FixedCodec, check_chunks, expand
 from lynxkv.errors import InputError
 from lynxkv.kernels.tables import FixedTables
 from lynxkv.layout import FixedCoding, TensorName
@@ -35,8 +35,7 @@ class Alg1Shift(FixedCodec):
     def __post_init__(self) -> None:
         if not 0 < self.alpha <= 1e6:
             raise InputError(f"alpha is {self.alpha}, not in (0, 1e6]")
-        if self.chunk_tokens < 1 or self.page_tokens < 1 or self.page_tokens % self.chunk_tokens:
-            raise InputError(f"chunks of {self.chunk_tokens} tokens do not fill pages of {self.page_tokens}")
+        check_chunks(self.chunk_tokens, self.page_tokens)
 
     def coding(self, tensor: TensorName, channels: int) -> FixedCoding:
         return FixedCoding(

@@ -13,21 +13,29 @@ import torch
 from torch import Tensor
 
 from lynxkv.codecs.base import Codec
+from lynxkv.errors import InputError
 from lynxkv.kernels.tables import F32, FixedTables
 from lynxkv.layout import FixedCoding, Precision, TensorName
 
-# 8-bit chunk scales: zero, then 255 steps of this ratio up to 1. They round up, so nothing clips.
+# 8-bit chunk scales: zero, then 255 steps of this ratio. They round up, and the largest is above 1, because rounding
+# a chunk's offset can move its extremes beyond the page's: nothing clips.
 SCALE_RATIO = 2.0 ** (1 / 16)
 
 
 def scale_table() -> F32:
-    """Values of 8-bit chunk scales: 0, then geometric up to 1 (2^-15.9 the smallest)."""
-    return np.concatenate([[0.0], SCALE_RATIO ** np.arange(-254.0, 1.0)]).astype(np.float32)
+    """Values of 8-bit chunk scales: 0, then geometric from 2^-15.8 over 1 to 2^(1/16)."""
+    return np.concatenate([[0.0], SCALE_RATIO ** np.arange(-253.0, 2.0)]).astype(np.float32)
 
 
 def offset_table() -> F32:
-    """Values of 8-bit chunk offsets: -1 to 1 in steps of 1/127.5."""
-    return np.linspace(-1.0, 1.0, 256).astype(np.float32)
+    """Values of 8-bit chunk offsets: -1 over 0 to 1 in steps of 1/127. A chunk as wide as its page has offset 0."""
+    return ((np.arange(256) - 127) / 127).astype(np.float32)
+
+
+def check_chunks(chunk_tokens: int, page_tokens: int) -> None:
+    """Refuse, with an InputError, chunks that do not fill pages."""
+    if chunk_tokens < 1 or page_tokens < 1 or page_tokens % chunk_tokens:
+        raise InputError(f"chunks of {chunk_tokens} tokens do not fill pages of {page_tokens}")
 
 
 def expand(level: npt.NDArray[Any], top: int, alpha: float) -> F32:
@@ -62,7 +70,7 @@ class FixedCodec(Codec):
         """The farthest a value can lie from its code's, in units of its chunk's scale.
 
         The scale is the chunk's largest magnitude about its offset; 8-bit parameters make it up to 2^(1/16) larger,
-        after an offset that is up to 1/255 of the page's scale away from the middle.
+        after an offset that is up to 1/254 of the page's scale away from the middle.
         """
         coding, tables = self.coding(tensor, x.shape[0] * x.shape[2]), self.fixed_tables
         edges, buckets = tables.quantiser()
@@ -76,7 +84,7 @@ class FixedCodec(Codec):
         reach = _half_range(x, coding)
         if coding.chunk_dtype == "u8":
             page = _run_extreme(x.abs(), coding.page_tokens, coding.group)
-            reach = (reach + page * 2 / 255) * SCALE_RATIO + page * float(scale_table()[1])
+            reach = (reach + page * 2 / 254) * SCALE_RATIO + page * float(scale_table()[1])
         # f32 arithmetic: relative to the largest value near by, and the spacing of subnormals.
         near = _run_extreme(x.abs(), coding.page_tokens or coding.chunk_tokens, coding.group)
         return farthest * reach + 2.0**-20 * near + 2.0**-146
