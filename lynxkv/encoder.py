@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lynxkv._version import __version__
 from lynxkv.codecs import Codec, get_codec
 from lynxkv.errors import InputError
 from lynxkv.exact import pack_exact
@@ -267,15 +267,8 @@ def _describe(
         layers=tuple(layers),
         residual=None,
         identity=identity,
-        writer={"tool": "lynxkv", "version": _version()},
+        writer={"tool": "lynxkv", "version": __version__},
     )
-
-
-def _version() -> str:
-    try:
-        return version("lynxkv")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def _u8(values: npt.NDArray[np.generic]) -> U8:
