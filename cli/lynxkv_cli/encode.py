@@ -60,6 +60,7 @@ def encode(
     chunk_tokens: Annotated[
         int, typer.Option(metavar="N", min=1, help="Tokens a prefill step; bounds its memory.")
     ] = 512,
+    exact: Annotated[bool, typer.Option("--exact", help="Add what leads back to the original's very bits.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a cache that is there already.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -93,6 +94,7 @@ def encode(
             codec=method,
             dtype=dtype,
             identity=identity,
+            exact=exact,
             store_token_ids=token_ids,
             overwrite=force,
             progress=progress,
@@ -108,14 +110,16 @@ def encode(
             "model_id": identity.model_id if identity is not None else None,
             "bytes_anchor": report.bytes_anchor,
             "bytes_residual": report.bytes_residual,
+            "bytes_exact": report.bytes_exact,
             "bytes_original": report.bytes_original,
             "prefill_s": prefill_s,
             "encode_s": encode_s,
         }
     )
     output.data(report.url)
+    more = f", exact {size(report.bytes_exact)}" if exact else ""
     output.note(
-        f"{report.tokens} tokens: Anchor {size(report.bytes_anchor)}, Residual {size(report.bytes_residual)}; "
+        f"{report.tokens} tokens: Anchor {size(report.bytes_anchor)}, Residual {size(report.bytes_residual)}{more}; "
         f"prefill {seconds(prefill_s)}, encode {seconds(encode_s)}"
     )
 

@@ -12,7 +12,7 @@ import typer
 from lynxkv.errors import InputError
 from lynxkv_cli._errors import UsageProblem
 from lynxkv_cli._options import Json, Model, Quiet, Url
-from lynxkv_cli._output import Output, size
+from lynxkv_cli._output import Output
 
 if TYPE_CHECKING:
     from lynxkv.fidelity import TensorError
@@ -99,16 +99,19 @@ def describe(report: InspectReport) -> str:
     lines = [report.url, *(f"  {name:<12}{value}" for name, value in facts if value is not None), ""]
     rows = [("part", "bytes", "bits/element")]
     rows += [(f"{part.shard} {part.name}", f"{part.bytes:,}", f"{part.bits_per_element:.3f}") for part in report.parts]
+    full = report.bytes_anchor + report.bytes_residual
     rows += [
         ("Anchor", f"{report.bytes_anchor:,}", f"{report.anchor_bits:.3f}"),
-        ("Anchor + Residual", f"{report.bytes_anchor + report.bytes_residual:,}", f"{report.total_bits:.3f}"),
-        (f"uncompressed {report.dtype}", f"{report.bytes_original:,}", ""),
+        ("Anchor + Residual", f"{full:,}", f"{report.full_bits:.3f}"),
     ]
+    if report.bytes_exact:
+        rows.append(("with the exact section", f"{full + report.bytes_exact:,}", f"{report.total_bits:.3f}"))
+    rows.append((f"uncompressed {report.dtype}", f"{report.bytes_original:,}", ""))
     lines += _aligned(rows)
     lines += [
         "",
         f"{report.compression_anchor:.2f} times smaller than {report.dtype} before the first token, "
-        f"{report.compression_total:.2f} times in all ({size(report.bytes_anchor + report.bytes_residual)})",
+        f"{report.compression_full:.2f} times at full precision",
     ]
     return "\n".join(lines)
 

@@ -43,14 +43,18 @@ def test_schemas_are_schemas(path: Path) -> None:
     jsonschema.Draft202012Validator.check_schema(json.loads(path.read_text("utf-8")))
 
 
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("codec", ["default", "alg1", "alg1-shift", "raw", "int8", "int4"])
-def test_encode_check_and_inspect(lynx: Lynx, tmp_path: Path, dump: Path, codec: str) -> None:
+def test_encode_check_and_inspect(lynx: Lynx, tmp_path: Path, dump: Path, codec: str, exact: bool) -> None:
     url = str(tmp_path / "small.lynx")
-    encoded = valid(lynx("encode", "--from", dump, "--codec", codec, "--out", url, "--json"), "encode")
+    options = ["--exact"] if exact else []
+    done = lynx("encode", "--from", dump, "--codec", codec, *options, "--out", url, "--json")
+    encoded = valid(done, "encode")
+    assert (encoded["bytes_exact"] > 0) is (exact and codec != "raw")
     checked = valid(lynx("check", url, "--json"), "check")
     inspected = valid(lynx("inspect", url, "--json"), "inspect")
     assert {report["cache_id"] for report in (encoded, checked, inspected)} == {encoded["cache_id"]}
-    assert checked["bytes"] == encoded["bytes_anchor"] + encoded["bytes_residual"]
+    assert checked["bytes"] == sum(encoded[name] for name in ("bytes_anchor", "bytes_residual", "bytes_exact"))
     assert sum(part["bytes"] for part in inspected["parts"]) == checked["bytes"]
     assert inspected["errors"] is None
 

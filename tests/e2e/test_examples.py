@@ -1,0 +1,58 @@
+"""The examples and the demo run as a newcomer runs them, and say what they should."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def output_of(script: str) -> str:
+    """What a script prints, without a terminal; it must succeed."""
+    done = subprocess.run([sys.executable, EXAMPLES / script], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_example_is_tested_here() -> None:
+    tested = {
+        "01_encode_and_read.py",
+        "02_generate_while_it_arrives.py",
+        "03_transformers_cache.py",
+        "demo.py",
+    }
+    assert {path.name for path in EXAMPLES.glob("*.py")} == tested
+
+
+def test_encode_and_read() -> None:
+    out = output_of("01_encode_and_read.py")
+    assert "1000 tokens" in out
+    assert "alg1" in out
+
+
+@pytest.mark.model
+def test_generate_while_it_arrives() -> None:
+    out = output_of("02_generate_while_it_arrives.py")
+    phases = [line.split("-- ")[1] for line in out.splitlines() if "  -- " in line]
+    assert phases[:2] == ["anchor", "draft"]
+    assert "verify" in phases
+    assert "with" in out.splitlines()[-3]
+
+
+@pytest.mark.model
+def test_transformers_cache() -> None:
+    out = output_of("03_transformers_cache.py")
+    assert "When is it useful?" in out
+    assert "pass" in out
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_the_demo_without_a_terminal() -> None:
+    out = output_of("demo.py")
+    assert "IDENTICAL to decoding from the full cache" in out
+    assert "\x1b[" not in out
