@@ -62,6 +62,9 @@ types: install
 
 check: lint types test
 
+bench: install
+	@$(BIN)/lynxkv bench codec --model smollm2 --quick
+
 docs: install
 	@$(BIN)/python docs/generate_cli.py
 

@@ -1,0 +1,194 @@
+"""`lynxkv bench`: measurements on this machine, or on real caches, that can be run again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lynxkv_cli._errors import UsageProblem
+from lynxkv_cli._options import Json, Quiet, read_text
+from lynxkv_cli._output import Output, Progress, can_style
+
+if TYPE_CHECKING:
+    from lynxkv.bench.codec import CodecBench, Plan
+    from lynxkv.bench.report import Comparison, Row
+    from lynxkv.bench.stats import Interval
+
+HELP = """Example: lynxkv bench codec --quick
+
+Measure codecs on real caches.
+"""
+
+CODEC_HELP = """Example: lynxkv bench codec --quick
+
+Measure what each codec costs in bits and in fidelity, against the original cache of a real model.
+
+Bits an element count everything that is stored. Errors are those of attention outputs; KL and top-1 compare
+the distributions of the next document tokens. Accepted is the part of a greedy draft, made on the cache, that
+decoding on the original accepts: mean over all prompts with its 95 % interval.
+
+A codec is a name, or a name with parameters: default:radix=5 or alg1:alpha=100,chunk_dtype=f32. With exact=true
+the Residual leads on to the original's bits.
+"""
+
+BASELINES = ("int8", "int4", "alg1:alpha=100,chunk_dtype=f32")
+TABLE_WIDTH = 144
+
+app = typer.Typer(help=HELP, no_args_is_help=False, rich_markup_mode=None)
+
+
+@app.command("codec", help=CODEC_HELP, short_help="Bits, errors and accepted draft length of every codec.")
+def codec(
+    model: Annotated[
+        str, typer.Option(metavar="MODEL", help="The alias smollm2, a Hugging Face folder or hub id, or a .gguf file.")
+    ] = "smollm2",
+    codecs: Annotated[
+        list[str] | None,
+        typer.Option("--codec", metavar="NAME[:P=V,...]", help="Measure this one; may be given again."),
+    ] = None,
+    baselines: Annotated[
+        list[str] | None,
+        typer.Option("--baseline", metavar="CODEC", help="Compare all others with this one; may be given again."),
+    ] = None,
+    documents: Annotated[
+        list[str] | None,
+        typer.Option("--document", metavar="@FILE", help="Use this text instead of Python's own; may be given again."),
+    ] = None,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(metavar="N", min=16, help="Document tokens to cache, 2048 by default; may be given again."),
+    ] = None,
+    draft_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Length of the draft.")] = 32,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Two documents, four prompts each, 1024 tokens: about two minutes.")
+    ] = False,
+    state: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Keep what is finished here, and go on from it.")
+    ] = None,
+    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the rows to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write plots (needs lynxkv[bench]).")] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure codecs on the caches of real documents."""
+    output = Output.of(as_json=as_json, quiet=quiet)
+    changes: dict[str, Any] = {"draft_tokens": draft_tokens}
+    if documents:
+        changes["documents"] = tuple(_document(text) for text in documents)
+    if tokens:
+        changes["tokens"] = tuple(dict.fromkeys(tokens))
+    import lynxkv
+    from lynxkv.bench.codec import Plan, bench_codec
+    from lynxkv.bench.methods import DEFAULT_METHODS, parse_methods
+    from lynxkv.bench.report import as_json as to_json
+    from lynxkv.bench.report import comparisons, rows, write_csv
+
+    methods = parse_methods(codecs or DEFAULT_METHODS)
+    for baseline in baselines or ():
+        if baseline not in [method.label for method in methods]:
+            hint = f"add --codec {baseline}" if codecs else "name it as in the table, or give it as --codec too"
+            raise UsageProblem(f"the baseline {baseline} is not among the codecs", hint=hint)
+    if plot is not None:
+        from lynxkv.bench import plots
+
+        plots.check_available()
+    plan = Plan.quick(**changes) if quick else Plan.standard(**changes)
+    output.note(f"loading {model}")
+    loaded = lynxkv.load_model(model, report=output.note)
+    with output.progress() as bars:
+        bench = bench_codec(loaded, methods, plan, state=state, progress=_progress(output, bars))
+    compared = baselines or BASELINES
+    if csv is not None:
+        write_csv(rows(bench), csv)
+    if plot is not None:
+        plots.write_plots(bench, plot)
+    output.result(to_json(bench, compared))
+    output.data(render(bench, rows(bench), comparisons(bench, compared)))
+
+
+def _document(argument: str) -> Any:
+    from lynxkv.bench.documents import GENERAL_PROMPTS, Document
+
+    name = Path(argument[1:]).name if argument.startswith("@") else "stdin" if argument == "-" else argument[:20]
+    return Document(name=name, kind="file", text=read_text(argument, name="a document"), prompts=GENERAL_PROMPTS)
+
+
+def _progress(output: Output, bars: Progress) -> Progress:
+    """Bars in a terminal; elsewhere a line a finished cell, for logs of long runs."""
+    if can_style(sys.stderr):
+        return bars
+    return lambda stage, done, total: output.note(f"{done} of {total} cells") if stage == "codecs" else None
+
+
+def render(bench: CodecBench, table: Sequence[Row], compared: Sequence[Comparison]) -> str:
+    """The rows and the comparisons as text, one table a length and kind."""
+    parts = []
+    for tokens in bench.plan.tokens:
+        measured = [row for row in table if row.tokens == tokens]
+        parts.append(_heading(bench.plan, measured[0]))
+        parts.append(_table(COLUMNS, [[show(row) for show in COLUMNS.values()] for row in measured]))
+        for baseline in dict.fromkeys(item.baseline for item in compared):
+            against = [item for item in compared if (item.tokens, item.baseline) == (tokens, baseline)]
+            parts.append(f"against {baseline}, paired; 95 % intervals")
+            parts.append(_table(PAIRED, [[show(item) for show in PAIRED.values()] for item in against]))
+    return "\n".join(parts).rstrip()
+
+
+def _heading(plan: Plan, row: Row) -> str:
+    return (
+        f"{row.model}, {row.tokens} tokens; documents: {row.documents}, prompts: {row.prompts}, "
+        f"next tokens: {row.positions}\n"
+        f"drafts of {plan.draft_tokens} tokens, of which at most {row.target_tokens_mean:.1f} can be accepted\n"
+    )
+
+
+COLUMNS: dict[str, Any] = {
+    "codec": lambda row: row.codec,
+    "anchor\nbits": lambda row: f"{row.anchor_bits:.2f}",
+    "full\nbits": lambda row: f"{row.full_bits:.2f}",
+    "total\nbits": lambda row: f"{row.total_bits:.2f}",
+    "attn error\nanchor": lambda row: f"{row.attn_nmse_anchor:.1e}",
+    "attn error\nfull": lambda row: f"{row.attn_nmse_full:.1e}",
+    "KL\nanchor": lambda row: f"{row.kl_anchor:.1e}",
+    "KL\nfull": lambda row: f"{row.kl_full:.1e}",
+    "top-1\nanchor": lambda row: f"{row.top1_anchor:.1%}",
+    "top-1\nfull": lambda row: f"{row.top1_full:.1%}",
+    "accepted\nanchor": lambda row: f"{row.accepted_mean:.1f} [{row.accepted_low:.1f}, {row.accepted_high:.1f}]",
+    "accepted\nfull": lambda row: (
+        f"{row.accepted_full_mean:.1f} [{row.accepted_full_low:.1f}, {row.accepted_full_high:.1f}]"
+    ),
+}
+PAIRED: dict[str, Any] = {
+    "codec": lambda item: item.codec,
+    "accepted, difference": lambda item: _interval(item.accepted_difference, "+.1f"),
+    "accepted, ratio": lambda item: _interval(item.accepted_ratio, ".2f"),
+    "attn error anchor, ratio": lambda item: _interval(item.attn_ratio_anchor, ".3g"),
+    "attn error full, ratio": lambda item: _interval(item.attn_ratio_full, ".3g"),
+}
+
+
+def _interval(interval: Interval | None, form: str) -> str:
+    if interval is None:
+        return ""
+    return f"{interval.value:{form}} [{interval.low:{form}}, {interval.high:{form}}]"
+
+
+def _table(columns: dict[str, Any], cells: Sequence[Sequence[str]]) -> str:
+    """A rich table without colours: the same in a terminal, a pipe and a document."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for row in cells:
+        table.add_row(*row)
+    console = Console(file=StringIO(), width=TABLE_WIDTH, color_system=None)
+    console.print(table)
+    lines: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in lines.splitlines()) + "\n"

@@ -1,0 +1,1 @@
+"""Measurements that can be run again: `lynxkv bench`."""

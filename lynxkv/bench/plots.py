@@ -1,0 +1,98 @@
+"""Plots of a codec bench, as PNG files. matplotlib comes with `lynxkv[bench]` and is imported here only."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lynxkv.bench.codec import CodecBench
+from lynxkv.bench.report import cells_of, rows
+from lynxkv.errors import InputError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def check_available() -> None:
+    """Raise InputError if matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError("plots need matplotlib", hint="pip install 'lynxkv[bench]'")
+
+
+def write_plots(bench: CodecBench, folder: Path) -> list[Path]:
+    """Write rate against fidelity, accepted lengths and errors by layer for each length; returns the files.
+
+    Raises:
+        InputError: matplotlib is not installed.
+    """
+    check_available()
+    from matplotlib.figure import Figure
+
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for tokens in bench.plan.tokens:
+        for name, draw, size in (
+            ("rate-fidelity", _rate_fidelity, (8.0, 5.0)),
+            ("accepted", _accepted, (8.0, 5.0)),
+            ("layers", _layers, (10.0, 1.5 + 0.35 * len(bench.codecs))),
+        ):
+            # Figures of their own, without pyplot: no global state, no display.
+            figure = Figure(figsize=size, layout="constrained")
+            axes: Axes = figure.subplots()
+            draw(axes, bench, tokens)
+            axes.set_title(f"{bench.model}, {tokens} tokens, {len(bench.plan.documents)} documents")
+            written.append(folder / f"{name}-{tokens}.png")
+            figure.savefig(written[-1], dpi=120)
+    return written
+
+
+def _rate_fidelity(axes: Axes, bench: CodecBench, tokens: int) -> None:
+    """Bits an element against the error of attention outputs, anchor joined to full."""
+    for row in rows(bench):
+        if row.tokens != tokens or not row.attn_nmse_full:
+            continue
+        bits, errors = [row.anchor_bits, row.full_bits], [row.attn_nmse_anchor, row.attn_nmse_full]
+        axes.plot(bits, errors, marker="o", label=row.codec)
+    axes.set_yscale("log")
+    axes.set_xlabel("bits an element, everything included (anchor, full)")
+    axes.set_ylabel("error of attention outputs (NMSE)")
+    axes.legend(fontsize="small")
+    axes.grid(alpha=0.3)
+
+
+def _accepted(axes: Axes, bench: CodecBench, tokens: int) -> None:
+    """P(at least k tokens of the anchor's draft are accepted) against k."""
+    lengths = np.arange(bench.plan.draft_tokens + 1)
+    for codec in bench.codecs:
+        accepted = np.array([length for cell in cells_of(bench, codec, tokens) for length in cell.anchor.accepted])
+        axes.step(lengths, (accepted[:, None] >= lengths).mean(0), where="mid", label=codec)
+    axes.set_xlabel("k")
+    axes.set_ylabel("P(at least k draft tokens accepted)")
+    axes.set_ylim(0, 1.02)
+    axes.legend(fontsize="small")
+    axes.grid(alpha=0.3)
+
+
+def _layers(axes: Axes, bench: CodecBench, tokens: int) -> None:
+    """Error of attention outputs by codec and layer at anchor precision, as a heat map."""
+    table = np.array([_layer_errors(bench, codec, tokens) for codec in bench.codecs])
+    with np.errstate(divide="ignore"):
+        logs = np.log10(table)
+    image: Any = axes.imshow(np.where(np.isfinite(logs), logs, np.nan), aspect="auto", cmap="magma")
+    axes.set_yticks(range(len(bench.codecs)), labels=list(bench.codecs))
+    axes.set_xlabel("layer")
+    figure = axes.get_figure()
+    assert figure is not None
+    figure.colorbar(image, ax=axes, label="log10 error of attention outputs, anchor")
+
+
+def _layer_errors(bench: CodecBench, codec: str, tokens: int) -> Sequence[float]:
+    sums = np.array([[layer.attention for layer in cell.anchor.layers] for cell in cells_of(bench, codec, tokens)]).sum(
+        0
+    )
+    errors: Sequence[float] = sums[:, 0] / sums[:, 1]
+    return errors
