@@ -23,7 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 Kind = Literal["truncated", "header", "checksum", "unsupported", "binding", "content"]
-Precision = Literal["anchor", "full"]
+Precision = Literal["anchor", "full", "exact"]
+PRECISIONS: tuple[Precision, ...] = ("anchor", "full", "exact")
 Bytes = npt.NDArray[np.uint8]
 Codes = npt.NDArray[np.int64]
 F32 = npt.NDArray[np.float32]
@@ -36,7 +37,8 @@ HEX = re.compile(r"[0-9a-f]{64}")
 MAX_HEADER_BYTES, MAX_ARRAYS, MAX_LAYERS, MAX_CODINGS = 16 << 20, 65_536, 1_024, 64
 MAX_HEADS, MAX_HEAD_DIM, MAX_CHANNELS, MAX_TOKENS = 4_096, 4_096, 65_536, 2**31 - 1
 MAX_SEGMENTS, MAX_RAW_BYTES, MAX_STRING, MAX_INTEGER = 1 << 20, 64 << 20, 4_096, 2**53
-MAX_WINDOW_BYTES = 8 << 20
+MAX_WINDOW_BYTES, MAX_LOGITS = 8 << 20, 1 << 24
+EXACT = ".exact"
 
 
 class Refused(Exception):
@@ -121,6 +123,10 @@ class Tensor:
         bits, radix = self.coding.get("residual_bits", 0), self.coding.get("radix", 1)
         return self.coded > 0 and (bits > 0 if self.coding["scheme"] == "fixed" else radix > 1)
 
+    @property
+    def has_exact(self) -> bool:
+        return self.coded > 0 and self.coding["exact"] is True
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
@@ -130,10 +136,11 @@ class Cache:
     precision: Precision
     layers: list[dict[str, npt.NDArray[Any]]]
     token_ids: npt.NDArray[np.uint32] | None
+    logits: F32 | None
 
 
 def read(folder: str | Path, precision: Precision = "full") -> Cache:
-    """Read a cache folder at one precision; anchor precision leaves the Residual alone.
+    """Read a cache folder at one precision; anchor precision leaves the Residual alone, full its exact segments.
 
     Raises:
         Refused: the bytes are not what the SPEC allows.
@@ -149,7 +156,7 @@ def read(folder: str | Path, precision: Precision = "full") -> Cache:
     need(document["cache_id"] == sha256(b"".join(index_digests(anchor))), "cache_id is not that of the index")
     token_ids = check_tokens(document, segments)
     check_tables(segments)
-    if precision == "full" and document["residual"]:
+    if precision != "anchor" and document["residual"]:
         # SPEC 5.3: refuse one "whose `cache_id` or header digest is not the one the Anchor names".
         named = document["residual"]
         path = folder / named["name"]
@@ -160,11 +167,16 @@ def read(folder: str | Path, precision: Precision = "full") -> Cache:
         need(sha256(residual.header) == named["header_sha256"], "the Residual's header", "binding")
         need(residual.document["cache_id"] == document["cache_id"], "a Residual of another cache", "binding")
         need(len(residual.header) == named["header_bytes"] and size == named["bytes"], "its sizes", "binding")
-        segments |= check_segments(residual, wanted_in_residual(tensors))
+        unread = None if precision == "exact" else EXACT
+        segments |= check_segments(residual, wanted_in_residual(tensors), unread=unread)
+        # SPEC 6: `exact_bytes`, "those of the object from the start of the first `exact` array to its end".
+        start = next((array.start for array in residual.arrays if array.name.endswith(EXACT)), len(residual.data))
+        need(named["exact_bytes"] == len(residual.data) - start, "exact_bytes")
     layers: list[dict[str, npt.NDArray[Any]]] = [{} for _ in document["layers"]]
     for tensor in tensors:
         layers[tensor.layer][tensor.name] = decode_tensor(tensor, document["dtype"], segments, precision)
-    return Cache(document=document, precision=precision, layers=layers, token_ids=token_ids)
+    logits = floats(segments["logits"][0], "logits") if "logits" in segments else None
+    return Cache(document=document, precision=precision, layers=layers, token_ids=token_ids, logits=logits)
 
 
 # -- SPEC 4: the container --
@@ -325,14 +337,19 @@ def check_document(document: Document) -> None:
     tokens = field(document, "tokens", dict)
     start, stop = integer(tokens, "start", 0, MAX_TOKENS), integer(tokens, "stop", 0, MAX_TOKENS)
     need(start < stop, "no tokens")
-    hexadecimal(tokens, "sha256")
-    field(tokens, "stored", bool)
+    hexadecimal(tokens, "sha256", type(None))
+    # SPEC 6: "`stored`: whether `token_ids` is present, which needs a `sha256`".
+    need(not field(tokens, "stored", bool) or tokens["sha256"] is not None, "token ids without tokens.sha256")
     codec = field(document, "codec", dict)
     field(codec, "name", str)
     field(codec, "params", dict)
-    for reserved in ("parent", "transform", "logits"):
+    for reserved in ("parent", "transform"):
         need(reserved in document, f"the field {reserved} is missing")
         need(document[reserved] is None, f"{reserved} is not null", "unsupported")
+    logits = field(document, "logits", dict, type(None))
+    if logits is not None:
+        # SPEC 9.3 and 10.
+        integer(logits, "tokens", 1, MAX_LOGITS)
     codings = field(document, "codings", list)
     need(len(codings) <= MAX_CODINGS, "too many codings")
     for coding in codings:
@@ -358,18 +375,19 @@ def check_document(document: Document) -> None:
         need(field(residual, "name", str) == name, "residual.name")
         integer(residual, "header_bytes", 64, 8 + MAX_HEADER_BYTES)
         integer(residual, "bytes", 64, MAX_INTEGER - 1)
-    need(
-        (residual is not None) == any(tensor.has_residual for tensor in number_tensors(document)),
-        "residual is null, but the codings have residual codes, or the reverse",
-    )
+        integer(residual, "exact_bytes", 0, MAX_INTEGER - 1)
+    # SPEC 6: "null exactly if no tensor has a `residual` or an `exact` array".
+    called_for = any(tensor.has_residual or tensor.has_exact for tensor in number_tensors(document))
+    need((residual is not None) == called_for, "residual is null though the codings call for one, or the reverse")
 
 
 def check_coding(coding: Any) -> None:
-    """SPEC 8: "All have `scheme`, `segment_tokens` (at least 1) and `sink_tokens` (0 to 1024; 0 for raw)"."""
+    """SPEC 8: "All have `scheme`, `segment_tokens`, `sink_tokens` and `exact`"."""
     need(type(coding) is dict, "a coding is not an object")
     scheme = choice(coding, "scheme", "raw", "fixed", "entropy")
     segment_tokens = integer(coding, "segment_tokens", 1, MAX_TOKENS)
     integer(coding, "sink_tokens", 0, 0 if scheme == "raw" else 1024)
+    need(not field(coding, "exact", bool) or scheme != "raw", "raw coding with exact arrays")
     if scheme == "entropy":
         integer(coding, "radix", 1, 32)
     if scheme == "fixed":
@@ -444,8 +462,8 @@ def wanted_in_anchor(document: Document, tensors: list[Tensor]) -> list[Wanted]:
     need(sum(count_segments(t) for t in tensors) <= MAX_SEGMENTS, "too many segments")
     tokens = document["tokens"]["stop"] - document["tokens"]["start"]
     out: list[Wanted] = []
-    # SPEC 4.1: "absent if there is no whole block or `tokens.start` > 0".
-    if document["tokens"]["start"] == 0 and tokens >= 256:
+    # SPEC 4.1: "absent if there is no whole block, `tokens.start` > 0 or `tokens.sha256` is null".
+    if document["tokens"]["start"] == 0 and tokens >= 256 and document["tokens"]["sha256"] is not None:
         out.append(whole("prefix_sha256", "U8", tokens // 256, 32))
     books: dict[str, list[Wanted]] = {}
     for coding in document["codings"]:
@@ -460,6 +478,8 @@ def wanted_in_anchor(document: Document, tensors: list[Tensor]) -> list[Wanted]:
         out.extend(arrays)
     if any(tensor.coding["scheme"] == "entropy" for tensor in tensors):
         out.append(whole("steps", "F32", len(tensors), 2))
+    if document["logits"]:
+        out.append(whole("logits", "F32", document["logits"]["tokens"]))
     dtype = STORED_DTYPE[document["dtype"]]
     for tensor in tensors:
         scheme, heads, dim = tensor.coding["scheme"], tensor.heads, tensor.head_dim
@@ -493,11 +513,17 @@ def codebooks(coding: Document) -> Iterator[Wanted]:
 
 
 def wanted_in_residual(tensors: list[Tensor]) -> list[Wanted]:
-    """SPEC 4.6: "the `k` (or `latent`) residuals of all layers, then the `v` residuals"."""
+    """SPEC 4.6: "the `k` (or `latent`) residuals of all layers, the `v` residuals, then ... the `exact` arrays"."""
+    keys_first = sorted(tensors, key=lambda tensor: tensor.name == "v")
     out = []
-    for tensor in sorted((t for t in tensors if t.has_residual), key=lambda t: t.name == "v"):
-        segments = list(plan(tensor, "residual"))
-        out.append(Wanted(name=f"{tensor.key}.residual", dtype="U8", shape=None, segments=segments))
+    for tensor in keys_first:
+        if tensor.has_residual:
+            segments = list(plan(tensor, "residual"))
+            out.append(Wanted(name=f"{tensor.key}.residual", dtype="U8", shape=None, segments=segments))
+    for tensor in keys_first:
+        if tensor.has_exact:
+            segments = list(plan(tensor, "exact"))
+            out.append(Wanted(name=f"{tensor.key}.exact", dtype="U8", shape=None, segments=segments))
     return out
 
 
@@ -506,7 +532,7 @@ def count_segments(tensor: Tensor) -> int:
     return -(-tensor.coded // int(tensor.coding["segment_tokens"]))
 
 
-def plan(tensor: Tensor, part: Literal["raw", "anchor", "residual"], item_bytes: int = 1) -> Iterator[Segment]:
+def plan(tensor: Tensor, part: Literal["raw", "anchor", "residual", "exact"], item_bytes: int = 1) -> Iterator[Segment]:
     """SPEC 5.1.2: "of `segment_tokens` coded tokens each, the last one possibly shorter"."""
     step = tensor.coding["segment_tokens"]
     for first in range(0, tensor.coded, step):
@@ -516,6 +542,9 @@ def plan(tensor: Tensor, part: Literal["raw", "anchor", "residual"], item_bytes:
             size = tokens * tensor.channels * item_bytes
         elif part == "residual":
             size = residual_bytes(tensor, tokens)
+        elif part == "exact":
+            # SPEC 8.7: "`raw_bytes` is 2 * H * t * D".
+            size = 2 * tokens * tensor.channels
         else:
             size = anchor_bytes(tensor, tokens)
             # SPEC 8.4: an entropy-coded segment may hold an escape of 8 bytes for each symbol.
@@ -560,8 +589,11 @@ def index_digests(shard: Shard) -> list[bytes]:
     return [index[at + 32 : at + 64] for at in range(0, len(index), 64)]
 
 
-def check_segments(shard: Shard, wanted: list[Wanted]) -> dict[str, list[bytes]]:
-    """Check arrays, index and digests of a shard; return the decompressed segments of each array."""
+def check_segments(shard: Shard, wanted: list[Wanted], *, unread: str | None = None) -> dict[str, list[bytes]]:
+    """Check arrays, index and digests of a shard; return the decompressed segments of each array.
+
+    Of arrays whose name ends in `unread` only the index entries are checked.
+    """
     total = sum(len(array.segments) for array in wanted)
     need(1 <= total <= MAX_SEGMENTS, "number of segments")
     # SPEC 4.6 and 4.7: the arrays are those the document calls for, in this order, pads counted from 0.
@@ -589,7 +621,8 @@ def check_segments(shard: Shard, wanted: list[Wanted]) -> dict[str, list[bytes]]
     out = {}
     for place, want in zip(places[2:], wanted, strict=True):
         array = shard.arrays[place]
-        packed = want.name.endswith((".anchor", ".residual")) and want.shape is None
+        packed = want.name.endswith((".anchor", ".residual", EXACT)) and want.shape is None
+        content = unread is None or not want.name.endswith(unread)
         found, at = [], array.start
         for segment, entry in zip(want.segments, entries, strict=False):
             offset, stored_bytes, raw_bytes, number, first_token, compression, reserved, digest = entry
@@ -602,17 +635,18 @@ def check_segments(shard: Shard, wanted: list[Wanted]) -> dict[str, list[bytes]]
             need(raw_bytes <= MAX_RAW_BYTES, f"raw_bytes of {where}")
             need(segment.raw_bytes <= raw_bytes <= segment.max_raw_bytes, f"raw_bytes of {where}")
             need((raw_bytes - segment.raw_bytes) % 8 == 0, f"raw_bytes of {where}")
-            # SPEC 5.1.2: "Only `anchor` and `residual` segments MAY be compressed."
+            # SPEC 5.1.2: "Only `anchor`, `residual` and `exact` segments MAY be compressed."
             need(compression <= (1 if packed else 0), f"compression of {where}")
             need(stored_bytes == raw_bytes or (compression == 1 and stored_bytes > 0), f"stored_bytes of {where}")
-            # SPEC 5.2: "The stored bytes are hashed, so that nothing unchecked reaches a decompressor."
-            stored = shard.data[offset : offset + stored_bytes]
-            need(hashlib.sha256(stored).digest() == digest, where, "checksum")
-            found.append(decompress(stored, raw_bytes, where) if compression else stored)
             end = offset + stored_bytes
             at = roundup(end, 64) if packed else end
             need(at <= array.stop, f"the array ends before {where} does")
-            need(not any(shard.data[end:at]), f"bytes after {where} are not zero", "content")
+            if content:
+                # SPEC 5.2: "The stored bytes are hashed, so that nothing unchecked reaches a decompressor."
+                stored = shard.data[offset:end]
+                need(hashlib.sha256(stored).digest() == digest, where, "checksum")
+                found.append(decompress(stored, raw_bytes, where) if compression else stored)
+                need(not any(shard.data[end:at]), f"bytes after {where} are not zero", "content")
         need(at == array.stop, f"the end of {want.name}")
         out[want.name] = found
     return out
@@ -654,9 +688,9 @@ def check_tokens(document: Document, segments: dict[str, list[bytes]]) -> npt.ND
 
 
 def check_tables(segments: dict[str, list[bytes]]) -> None:
-    """SPEC 8.6: codebooks and `steps` "MUST be finite", also those that nothing uses."""
+    """SPEC 8.6: codebooks, `steps` and logits "MUST be finite", also those that nothing uses."""
     for name, data in segments.items():
-        if name == "steps" or name.startswith("codebook."):
+        if name in ("steps", "logits") or name.startswith("codebook."):
             floats(data[0], name)
 
 
@@ -748,8 +782,11 @@ def decode_tensor(
     parts = [stored_values(data, tensor, dtype) for data in segments.get(f"{tensor.key}.sink", [])]
     anchors = segments.get(f"{tensor.key}.{'raw' if scheme == 'raw' else 'anchor'}", [])
     # SPEC 8: "Where a coding has no residual codes, full is the same as anchor."
-    full = precision == "full" and tensor.has_residual
+    full = precision != "anchor" and tensor.has_residual
     residuals = segments[f"{tensor.key}.residual"] if full else [None] * len(anchors)
+    # "where it has no exact arrays, exact is the same as full."
+    exact = precision == "exact" and tensor.has_exact
+    corrections = segments[f"{tensor.key}.exact"] if exact else [None] * len(anchors)
     if scheme == "entropy":
         steps = floats(segments["steps"][0], "steps").reshape(-1, 2)[tensor.number]
         need(tensor.coded == 0 or bool((steps > 0).all()), f"steps of {tensor.key}", "content")
@@ -757,26 +794,30 @@ def decode_tensor(
         steps = floats(segments["steps"][0], "steps").reshape(-1, 2)[tensor.number]
         need(not steps.any(), f"steps of {tensor.key} are not zero", "content")
     at = 0
-    for anchor, residual in zip(anchors, residuals, strict=True):
+    for anchor, residual, correction in zip(anchors, residuals, corrections, strict=True):
         t = min(tensor.coding["segment_tokens"], tensor.coded - at)
         at += t
         if scheme == "raw":
             parts.append(stored_values(anchor, tensor, dtype))
-        elif scheme == "fixed":
-            parts.append(round_to(decode_fixed(tensor, t, anchor, residual, segments), dtype))
-        else:
-            parts.append(round_to(decode_entropy(tensor, t, anchor, residual, segments), dtype))
-    values = np.concatenate([part.reshape(-1, heads, dim) for part in parts])
-    return np.ascontiguousarray(values.transpose(1, 0, 2))
+            continue
+        decode = decode_fixed if scheme == "fixed" else decode_entropy
+        values = round_to(decode(tensor, t, anchor, residual, segments), dtype)
+        parts.append(values if correction is None else correct(tensor, values, correction, dtype))
+    by_token = np.concatenate([part.reshape(-1, heads, dim) for part in parts])
+    return np.ascontiguousarray(by_token.transpose(1, 0, 2))
 
 
 def stored_values(data: bytes, tensor: Tensor, dtype: str) -> npt.NDArray[Any]:
     """SPEC 8.2: "the tokens' values, [tokens, H, D], in the declared dtype", finite after 8.6."""
     if dtype == "fp32":
         return floats(data, tensor.key)
-    bits = np.frombuffer(data, "<u2").astype(np.uint16)
+    return finite_bits(np.frombuffer(data, "<u2").astype(np.uint16), tensor.key, dtype)
+
+
+def finite_bits(bits: npt.NDArray[np.uint16], what: str, dtype: str) -> npt.NDArray[np.uint16]:
+    """Patterns of bf16 or fp16 whose exponent field is not all ones."""
     exponent = 0x7F80 if dtype == "bf16" else 0x7C00
-    need(not ((bits & exponent) == exponent).any(), f"{tensor.key} is not finite", "content")
+    need(not ((bits & exponent) == exponent).any(), f"{what} is not finite", "content")
     return bits
 
 
@@ -862,6 +903,27 @@ def decode_entropy(
     return values
 
 
+def correct(tensor: Tensor, full: npt.NDArray[np.uint16], data: bytes, dtype: str) -> npt.NDArray[np.uint16]:
+    """SPEC 8.7: the original's patterns, [t, N], from the full value's and an exact segment."""
+    t, heads, dim = len(full), tensor.heads, tensor.head_dim
+    # "Let F be the 16-bit patterns of the segment's full values, ..., in the order [H, t, D]"
+    f = full.reshape(t, heads, dim).transpose(1, 0, 2).reshape(-1).astype(np.int64)
+    # "The segment is their m low bytes, then their m high bytes."
+    low, high = np.frombuffer(data, np.uint8).astype(np.int64).reshape(2, -1)
+    # "sorted by the exponent field of their F (bits 7 to 14 for bf16, 10 to 14 for fp16), ascending and stable"
+    exponent = (f >> 7) & 0xFF if dtype == "bf16" else (f >> 10) & 0x1F
+    z = np.empty_like(f)
+    z[np.argsort(exponent, kind="stable")] = low + 256 * high
+    # "z = 2 s if s >= 0, else -2 s - 1"
+    s = np.where(z % 2 == 0, z // 2, -(z + 1) // 2)
+    # "ord(b) = b if b < 0x8000, else 0x7FFF - b", its own inverse but for the sign; "mod 2^16".
+    ordinal = np.where(f < 0x8000, f, 0x7FFF - f) + s
+    ordinal = (ordinal + 0x8000) % 0x10000 - 0x8000
+    original = np.where(ordinal >= 0, ordinal, 0x7FFF - ordinal).astype(np.uint16)
+    finite_bits(original, f"a corrected value of {tensor.key}", dtype)
+    return original.reshape(heads, t, dim).transpose(1, 0, 2).reshape(t, -1)
+
+
 def main() -> int:
     """Print what a cache folder decodes to, as JSON."""
     if len(sys.argv) != 2:
@@ -869,8 +931,8 @@ def main() -> int:
         return 2
     try:
         summary: Document = {"path": sys.argv[1], "tensors": {}}
-        for precision in ("anchor", "full"):
-            cache = read(sys.argv[1], "anchor" if precision == "anchor" else "full")
+        for precision in PRECISIONS:
+            cache = read(sys.argv[1], precision)
             summary["dtype"], summary["tokens"] = cache.document["dtype"], cache.document["tokens"]
             for i, layer in enumerate(cache.layers):
                 for name, values in layer.items():
