@@ -45,8 +45,8 @@ def build() -> Files:
     for vector in invalid():
         expected: Document = {"kind": vector.kind, "precision": vector.precision}
         expected |= {"clause": vector.clause, "why": vector.why}
-        if vector.unread:
-            expected["unread"] = True
+        flags: Document = {"unread": vector.unread, "decoded": vector.decoded}
+        expected |= {flag: True for flag, value in flags.items() if value}
         add(f"invalid/{vector.name}", vector.files, expected)
     return files
 
@@ -58,6 +58,8 @@ def main() -> None:
     for path in [*folder.glob("*/*.lynx/*"), *folder.glob("*/*.json")]:
         if path.relative_to(folder).as_posix() not in files:
             path.unlink()
+            if path.parent.suffix == ".lynx" and not any(path.parent.iterdir()):
+                path.parent.rmdir()
     for name, data in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

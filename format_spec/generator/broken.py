@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from format_spec.generator.formulas import cache, coding, layer
+from format_spec.generator.caches import cache, coding, latent
 from format_spec.generator.writer import (
     CacheDraft,
     Document,
+    Draft,
     Files,
     Hooks,
     write,
 )
+
+# Vectors of faults are many: what they do not need is left out.
+BARE: Document = {"model_id": None, "fingerprint": None, "turn": None, "rope": None}
 
 # Changes what it is given in place, or returns what to write instead.
 Hook = Callable[[Any], Any]
@@ -28,8 +33,10 @@ class Vector:
     why: str
     files: Files
     precision: str = "anchor"
-    # Bytes of no meaning: a check must refuse them, a reader that only decodes need not look.
+    # In bytes that decoding has no use for: a check must refuse them, a decoder need not look.
     unread: bool = False
+    # In what bytes decode to: a decoder must refuse it, a check, which need not decode, may pass it.
+    decoded: bool = False
 
     @property
     def kind(self) -> str:
@@ -38,18 +45,19 @@ class Vector:
 
 
 def tiny() -> CacheDraft:
-    """One raw value a tensor, no Residual."""
-    return cache([coding("raw")], [layer(1, 1)], stop=1)
+    """One raw value, no Residual."""
+    return cache([coding("raw")], [latent(1, 1)], stop=1, identity=BARE)
 
 
-def small(radix: int = 1) -> CacheDraft:
-    """Entropy-coded, sink token, three segments a tensor; a Residual only where the fault needs one."""
-    return cache([coding("entropy", radix=radix, segment_tokens=4, sink_tokens=1)], [layer(1, 4)], stop=11)
+def small(make: Callable[[int, int], Document] = latent, *, logits: int = 0, **fields: Any) -> CacheDraft:
+    """Entropy-coded, sink token, three segments of four channels; a Residual only where the fault needs one."""
+    own = coding("entropy", **{"radix": 1, "segment_tokens": 4, "sink_tokens": 1} | fields)
+    return cache([own], [make(1, 4)], stop=11, logits=logits, identity=BARE)
 
 
-def split() -> CacheDraft:
-    """The same with a Residual."""
-    return small(radix=5)
+def split(make: Callable[[int, int], Document] = latent, **fields: Any) -> CacheDraft:
+    """The same with a Residual: `make` is `layer` where K and V are needed."""
+    return small(make, **{"radix": 5} | fields)
 
 
 def small_fixed(**fields: Any) -> CacheDraft:
@@ -61,7 +69,7 @@ def small_fixed(**fields: Any) -> CacheDraft:
         "chunk_tokens": 2,
         "segment_tokens": 4,
     } | fields
-    return cache([coding("fixed", **fields)], [layer(1, 3)], stop=7)
+    return cache([coding("fixed", **fields)], [latent(1, 3)], stop=7, identity=BARE)
 
 
 def vector(name: str, clause: str, why: str, draft: CacheDraft, *, role: str = "anchor", **hooks: Hook) -> Vector:
@@ -119,3 +127,106 @@ def replaced(old: str, new: str) -> Hook:
 def names_of(body: Document) -> list[str]:
     """Arrays of a header in file order."""
     return [name for name in body if name != "__metadata__"]
+
+
+# -- hooks on arrays, before their digests are taken; an array is found by the end of its name --
+
+
+def position(drafts: list[Draft], ending: str) -> int:
+    """The place of an array."""
+    return next(i for i, draft in enumerate(drafts) if draft.name.endswith(ending))
+
+
+def swap(first: str, second: str) -> Hook:
+    """Two arrays change places."""
+
+    def hook(drafts: list[Draft]) -> None:
+        i, j = position(drafts, first), position(drafts, second)
+        drafts[i], drafts[j] = drafts[j], drafts[i]
+
+    return hook
+
+
+def drop(ending: str) -> Hook:
+    """An array is missing."""
+
+    def hook(drafts: list[Draft]) -> None:
+        del drafts[position(drafts, ending)]
+
+    return hook
+
+
+def change(ending: str, **fields: Any) -> Hook:
+    """An array has another name, dtype or shape."""
+
+    def hook(drafts: list[Draft]) -> None:
+        draft = drafts[position(drafts, ending)]
+        for name, value in fields.items():
+            setattr(draft, name, value)
+
+    return hook
+
+
+def patch(ending: str, at: int, data: bytes, segment: int = 0) -> Hook:
+    """Overwrite bytes of a segment; negative `at` counts from its end."""
+
+    def hook(drafts: list[Draft]) -> None:
+        stored = drafts[position(drafts, ending)].segments[segment]
+        raw = bytearray(stored.data)
+        start = at % len(raw)
+        raw[start : start + len(data)] = data
+        stored.data = bytes(raw)
+
+    return hook
+
+
+# -- hooks on the index, the data region and the name of the Residual --
+
+
+def entry(number: int, **fields: int) -> Hook:
+    """Add to fields of an index entry, with wrap-around."""
+    places = {
+        "offset": (0, "<Q"),
+        "stored_bytes": (8, "<I"),
+        "raw_bytes": (12, "<I"),
+        "array": (16, "<I"),
+        "first_token": (20, "<I"),
+        "compression": (24, "<B"),
+        "reserved": (31, "<B"),
+    }
+
+    def hook(index: bytearray) -> None:
+        for name, more in fields.items():
+            at, form = places[name]
+            (value,) = struct.unpack_from(form, index, 64 * number + at)
+            struct.pack_into(form, index, 64 * number + at, (value + more) % 256 ** struct.calcsize(form))
+
+    return hook
+
+
+def flip(at: int) -> Hook:
+    """Flip a bit of the data region."""
+
+    def hook(data: bytearray) -> None:
+        data[at] ^= 1
+
+    return hook
+
+
+def array_start(name: str, offset: int = 0) -> Callable[[CacheDraft, str], int]:
+    """Where an array starts in the data region, and so many bytes on."""
+
+    def find(draft: CacheDraft, role: str) -> int:
+        found: list[int] = []
+        write(
+            draft,
+            Hooks(entries=lambda at, body: found.append(body[name]["data_offsets"][0]) if name in body else None),
+        )
+        return found[0] + offset
+
+    return find
+
+
+def named(path: str, resize: Callable[[Any], Any]) -> Hook:
+    """Change a field of what the Anchor says of its Residual."""
+    return lambda body: body["residual"].update({path: resize(body["residual"][path])})

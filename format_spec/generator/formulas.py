@@ -1,12 +1,11 @@
-"""Caches by formula for the test vectors: codes, steps, means and tables are small integer formulas of their indices.
+"""Tensors by formula for the test vectors: codes, steps, means and tables are small integer formulas of their indices.
 
-Nothing here quantises. What a cache decodes to is computed beside its bytes from the same numbers, so that the
-expected values owe nothing to any reader. SPEC sections 6 and 8.
+Nothing here quantises. What a tensor decodes to is computed beside its bytes from the same numbers, so that the
+expected values owe nothing to any reader. SPEC section 8.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from format_spec.generator.writer import RADIX_GROUPS, CacheDraft, Document, Draft, Stored, digit_codes, pack, typed
+from format_spec.generator.writer import RADIX_GROUPS, Document, Draft, Stored, digit_codes, pack, typed
 
 Ints = npt.NDArray[np.int64]
 F32 = npt.NDArray[np.float32]
@@ -25,7 +24,10 @@ STORED_DTYPE = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 @dataclass(frozen=True, kw_only=True)
 class Formulas:
-    """y: stored row, x: channel, t: coded token, i: table index, p: page, c: chunk, z: number of the tensor."""
+    """y: stored row, x: channel, t: coded token, i: table index, p: page, c: chunk, z: number of the tensor.
+
+    `correction` is the number z of SPEC 8.7 before sorting, modulo 2^16; where it leads to no finite value, 0 is taken.
+    """
 
     q: Formula = lambda y, t, z: (7 * t + 3 * y + 5 * z) % 11 - 5
     digit: Formula = lambda y, t, z, radix: (3 * t + 5 * y + t * y + z) % radix
@@ -41,6 +43,8 @@ class Formulas:
     chunk_index: Formula = lambda x, c: (37 * c + 11 * x + 5) % 256
     scale_book: Formula = lambda i: (i + 1) / 64
     offset_book: Formula = lambda i: (i - 128) / 64
+    correction: Formula = lambda x, t, z: (5 * t + 3 * x + t * x + z) % 13
+    logit: Formula = lambda i: (37 * i % 256 - 128) / 32
 
 
 Compress = Callable[[str, int, bytes], bytes | None]
@@ -99,167 +103,6 @@ class Decoded:
     steps: tuple[float, float]
     at_anchor: npt.NDArray[Any]
     at_full: npt.NDArray[Any]
-
-
-def coding(scheme: str, **fields: Any) -> Document:
-    """A coding with the scheme's fields, defaults where not given."""
-    common = {"scheme": scheme, "segment_tokens": 64, "sink_tokens": 0}
-    own: Document = {"raw": {}, "entropy": {"radix": 5}}.get(scheme, {})
-    if scheme == "fixed":
-        own = {
-            "anchor_bits": 4,
-            "residual_bits": 4,
-            "codebook": "book",
-            "chunk_tokens": 4,
-            "page_tokens": 16,
-            "group": "channel",
-            "chunk_dtype": "u8",
-            "offset": True,
-        }
-    return common | own | fields
-
-
-def layer(heads: int = 2, head_dim: int = 8, use: int = 0, **fields: Any) -> Document:
-    """A layer of the document with K and V of one shape; `start` and `stop` are filled in later."""
-    spec = {"heads": heads, "head_dim": head_dim, "coding": use}
-    return {"kind": "full", "tensors": {"k": dict(spec), "v": dict(spec)}} | fields
-
-
-def token_ids(start: int, stop: int) -> npt.NDArray[np.uint32]:
-    """Ids of the positions [start, stop)."""
-    return ((np.arange(start, stop, dtype=np.uint64) * 2654435761 + 12345) % 50_000).astype(np.uint32)
-
-
-def digest(number: int) -> str:
-    """A digest that means nothing."""
-    return hashlib.sha256(f"vector {number}".encode()).hexdigest()
-
-
-IDENTITY: Document = {
-    "model_id": "example/model",
-    "revision": None,
-    "fingerprint": digest(1),
-    "tokenizer_sha256": None,
-    "chat_template_sha256": None,
-    "turn": "open",
-    "rope": {"rope_type": "default", "rope_theta": 10000.0},
-    "adapter": None,
-    "salt_sha256": None,
-}
-
-
-def cache(
-    codings: list[Document],
-    layers: list[Document] | None = None,
-    *,
-    stop: int,
-    start: int = 0,
-    dtype: str = "bf16",
-    stored: bool = True,
-    identity: Document | None = None,
-    formulas: Formulas | None = None,
-    compress: Compress = stored_raw,
-) -> CacheDraft:
-    """A whole cache by formula, with what it decodes to."""
-    layers = [{"start": start, "stop": stop} | one for one in layers or [layer()]]
-    ids = token_ids(start, stop)
-    document: Document = {
-        "version": "0.1",
-        "role": "anchor",
-        "required": [],
-        "dtype": dtype,
-        "tokens": {
-            "start": start,
-            "stop": stop,
-            "sha256": hashlib.sha256(ids.astype("<u4").tobytes()).hexdigest(),
-            "stored": stored,
-        },
-        "codec": {"name": "by-formula", "params": {}},
-        "codings": codings,
-        "layers": layers,
-        "residual": None,
-        "identity": IDENTITY | (identity or {}),
-        "writer": {"tool": "generate_vectors.py", "version": "0.1"},
-        "parent": None,
-        "transform": None,
-        "logits": None,
-    }
-    formulas = formulas or Formulas()
-    body: list[Draft] = []
-    keys: list[Draft] = []
-    values: list[Draft] = []
-    steps: list[tuple[float, float]] = []
-    expected: dict[str, dict[str, npt.NDArray[Any]]] = {}
-    for number, one in enumerate(layers):
-        for name in ("k", "v", "latent"):
-            if name not in one["tensors"]:
-                continue
-            spec = one["tensors"][name]
-            heads, head_dim, own = spec["heads"], spec["head_dim"], codings[spec["coding"]]
-            tokens = one["stop"] - one["start"]
-            sinks = min(max(own["sink_tokens"] - one["start"], 0), tokens)
-            tensor = Tensor(
-                z=len(steps),
-                key=f"layer.{number}.{name}",
-                heads=heads,
-                head_dim=head_dim,
-                coding=own,
-                coded=tokens - sinks,
-                dtype=dtype,
-                formulas=formulas,
-                compress=compress,
-            )
-            sink = plain_values(dtype, (sinks, heads, head_dim), tensor.z)
-            if sinks:
-                body.append(typed(f"{tensor.key}.sink", STORED_DTYPE[dtype], sink))
-            decoded = {"raw": raw, "fixed": fixed, "entropy": entropy}[own["scheme"]](tensor)
-            body += decoded.anchor
-            if decoded.residual:
-                (values if name == "v" else keys).append(decoded.residual)
-            steps.append(decoded.steps)
-            shape = (tensor.coded, heads, head_dim)
-            expected[tensor.key] = {
-                precision: np.concatenate([sink, coded.reshape(shape)]).transpose(1, 0, 2)
-                for precision, coded in (("anchor", decoded.at_anchor), ("full", decoded.at_full))
-            }
-    head = prefix_digests(document, ids) + codebooks(codings, formulas)
-    if any(codings[t["coding"]]["scheme"] == "entropy" for one in layers for t in one["tensors"].values()):
-        head.append(typed("steps", "F32", np.array(steps, np.float32)))
-    tail = [typed("token_ids", "U32", ids)] if stored else []
-    return CacheDraft(document=document, anchor=head + body + tail, residual=keys + values, expected=expected)
-
-
-def prefix_digests(document: Document, ids: npt.NDArray[np.uint32]) -> list[Draft]:
-    """SPEC 9.2."""
-    blocks = ids.size // 256
-    if document["tokens"]["start"] > 0 or blocks == 0:
-        return []
-    identity = document["identity"]
-    text = "lynxkv-prefix-1\n"
-    text += "\n".join(identity[name] or "" for name in ("fingerprint", "adapter", "salt_sha256"))
-    chain = [hashlib.sha256(text.encode()).digest()]
-    for block in range(blocks):
-        chain.append(hashlib.sha256(chain[-1] + ids[256 * block : 256 * block + 256].astype("<u4").tobytes()).digest())
-    return [typed("prefix_sha256", "U8", np.frombuffer(b"".join(chain[1:]), np.uint8).reshape(blocks, 32))]
-
-
-def codebooks(codings: list[Document], formulas: Formulas) -> list[Draft]:
-    """The codebook arrays of all fixed codings (SPEC 4.1, 4.6)."""
-    out: dict[str, Draft] = {}
-    for own in codings:
-        if own["scheme"] != "fixed":
-            continue
-        tables = {"anchor": book(formulas, own["anchor_bits"])}
-        if own["residual_bits"]:
-            tables["full"] = book(formulas, own["anchor_bits"] + own["residual_bits"])
-        if own["chunk_dtype"] == "u8":
-            tables["scale"] = f32(formulas.scale_book(np.arange(256)))
-            if own["offset"]:
-                tables["offset"] = f32(formulas.offset_book(np.arange(256)))
-        for part, table in tables.items():
-            name = f"codebook.{own['codebook']}.{part}"
-            out.setdefault(name, typed(name, "F32", table))
-    return list(out.values())
 
 
 def book(formulas: Formulas, bits: int) -> F32:
@@ -417,3 +260,35 @@ def entropy(tensor: Tensor) -> Decoded:
         at_anchor=values["anchor"],
         at_full=values["full"] if has_residual else values["anchor"],
     )
+
+
+def exact(tensor: Tensor, full: Bits) -> tuple[Draft, Bits]:
+    """SPEC 8.7, one number at a time: the array, and what it makes of the full values [coded tokens, N]."""
+    t, x = np.arange(tensor.coded)[:, None], np.arange(tensor.channels)[None, :]
+    wanted = over(tensor.formulas.correction(x, t, tensor.z), x, t).astype(np.int64) % 2**16
+    lowest_exponent_bit, exponents = {"bf16": (7, 256), "fp16": (10, 32)}[tensor.dtype]
+    original = full.copy()
+    segments = []
+    for first, count in tensor.segments():
+        by_exponent: list[list[int]] = [[] for _ in range(exponents)]
+        for head in range(tensor.heads):
+            for token in range(first, first + count):
+                for channel in range(head * tensor.head_dim, (head + 1) * tensor.head_dim):
+                    before, z = int(full[token, channel]), int(wanted[token, channel])
+                    after = corrected(before, z)
+                    if (after >> lowest_exponent_bit) % exponents == exponents - 1:
+                        z, after = 0, before
+                    original[token, channel] = after
+                    by_exponent[(before >> lowest_exponent_bit) % exponents].append(z)
+        in_order = [z for same_exponent in by_exponent for z in same_exponent]
+        segments.append(bytes(z % 256 for z in in_order) + bytes(z // 256 for z in in_order))
+    return tensor.stored("exact", segments), original
+
+
+def corrected(bits: int, z: int) -> int:
+    """The pattern that z leads to from `bits`: |s| steps up or down the ring of the 2^16 patterns in their order."""
+    s = z // 2 if z % 2 == 0 else -(z + 1) // 2
+    # In rising order the patterns are 0xFFFF down to 0x8000, then 0 up to 0x7FFF.
+    place = (bits + 0x8000 if bits < 0x8000 else 0xFFFF - bits) + s
+    place %= 0x10000
+    return place - 0x8000 if place >= 0x8000 else 0xFFFF - place

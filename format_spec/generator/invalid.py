@@ -8,7 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from format_spec.generator import invalid_arrays, invalid_contents, invalid_documents, invalid_headers
+from format_spec.generator import (
+    invalid_arrays,
+    invalid_contents,
+    invalid_documents,
+    invalid_exact,
+    invalid_headers,
+)
 from format_spec.generator.broken import (
     Hook,
     Vector,
@@ -16,7 +22,7 @@ from format_spec.generator.broken import (
     tiny,
     vector,
 )
-from format_spec.generator.formulas import cache, coding, layer
+from format_spec.generator.caches import cache, coding, layer
 from format_spec.generator.writer import (
     Document,
 )
@@ -33,10 +39,19 @@ def invalid() -> Iterator[Vector]:
     yield from invalid_arrays.bindings()
     yield from invalid_contents.contents()
     yield from invalid_contents.frames()
+    yield from invalid_exact.exact_arrays()
+    yield from invalid_exact.exact_contents()
+    yield from invalid_exact.logits()
+
+
+def made_when_tested() -> Iterator[Vector]:
+    """Vectors that are too many or too large to keep."""
+    yield from invalid_documents.incomplete()
+    yield from oversized()
 
 
 def oversized() -> Iterator[Vector]:
-    """Limits whose vectors are made when tested."""
+    """Limits on counts and lengths."""
     layers = [layer(1, 1) for _ in range(1025)]
     yield vector("header-layers-1025", "10", "1,025 layers", cache([coding("raw")], layers, stop=1))
 

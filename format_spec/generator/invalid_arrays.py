@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,20 +11,26 @@ import numpy as np
 from format_spec.generator.broken import (
     Hook,
     Vector,
+    array_start,
+    change,
+    drop,
+    entry,
+    flip,
     inside,
+    named,
     names_of,
     put,
     small,
     split,
+    swap,
     tiny,
     vector,
 )
-from format_spec.generator.formulas import Formulas, cache, coding, digest, layer
+from format_spec.generator.caches import cache, coding, digest, latent, layer
+from format_spec.generator.formulas import Formulas
 from format_spec.generator.writer import (
-    CacheDraft,
     Document,
     Draft,
-    Hooks,
     Stored,
     typed,
     write,
@@ -35,61 +40,46 @@ from format_spec.generator.writer import (
 def array_lists() -> Iterator[Vector]:
     """Arrays in another order, missing, unknown, of another dtype or shape, wrong pads."""
 
-    def position(drafts: list[Draft], ending: str) -> int:
-        return next(i for i, draft in enumerate(drafts) if draft.name.endswith(ending))
-
-    def swap(first: str, second: str) -> Hook:
-        def hook(drafts: list[Draft]) -> None:
-            i, j = position(drafts, first), position(drafts, second)
-            drafts[i], drafts[j] = drafts[j], drafts[i]
-
-        return hook
-
-    def drop(ending: str) -> Hook:
-        def hook(drafts: list[Draft]) -> None:
-            del drafts[position(drafts, ending)]
-
-        return hook
-
-    def change(ending: str, **fields: Any) -> Hook:
-        def hook(drafts: list[Draft]) -> None:
-            draft = drafts[position(drafts, ending)]
-            for name, value in fields.items():
-                setattr(draft, name, value)
-
-        return hook
-
-    extra = typed("layer.7.k.sink", "U8", np.zeros(64, np.uint8))
+    extra = typed("layer.7.latent.sink", "U8", np.zeros(64, np.uint8))
     for name, why, hook in (
-        ("header-order-of-arrays", "order before mean", swap(".k.mean", ".k.order")),
-        ("header-values-before-keys", "V before K", swap(".k.anchor", ".v.anchor")),
-        ("header-array-missing", "no means", drop(".k.mean")),
+        ("header-order-of-arrays", "order before mean", swap(".latent.mean", ".latent.order")),
+        ("header-array-missing", "no means", drop(".latent.mean")),
         ("header-steps-missing", "no steps", drop("steps")),
         ("header-token-ids-missing", "ids said to be stored", drop("token_ids")),
         ("header-array-not-called-for", "an array nobody asked for", lambda drafts: drafts.append(extra)),
-        ("header-array-twice-named", "a second mean", change(".k.order", name="layer.0.k.mean-")),
-        ("header-array-of-another-dtype", "means as F16", change(".k.mean", dtype="F16")),
-        ("header-array-of-another-shape", "means as [D, H]", change(".k.mean", shape=[4, 1])),
-        ("header-array-of-two-dimensions", "anchor segments as a matrix", change(".k.anchor", shape=[3, 64])),
+        ("header-array-twice-named", "a second mean", change(".latent.order", name="layer.0.latent.mean-")),
+        ("header-array-of-another-dtype", "means as F16", change(".latent.mean", dtype="F16")),
+        ("header-array-of-another-shape", "means as [D, H]", change(".latent.mean", shape=[4, 1])),
+        ("header-array-of-two-dimensions", "anchor segments as a matrix", change(".latent.anchor", shape=[3, 64])),
     ):
         yield vector(name, "4.6", why, small(), arrays=hook)
+    hook = swap(".k.raw", ".v.raw")
+    pair = cache([coding("raw")], [layer(1, 1)], stop=1)
+    yield vector("header-values-before-keys", "4.6", "V before K", pair, arrays=hook)
     hook = swap(".k.residual", ".v.residual")
-    yield vector("header-residual-order", "4.6", "V before K", split(), role="residual", arrays=hook)
+    yield vector("header-residual-order", "4.6", "V before K", split(layer), role="residual", arrays=hook)
     hook = drop(".v.residual")
-    yield vector("header-residual-array-missing", "4.7", "no V", split(), role="residual", arrays=hook)
+    yield vector("header-residual-array-missing", "4.7", "no V", split(layer), role="residual", arrays=hook)
 
     def sinks(drafts: list[Draft]) -> None:
-        drafts.insert(0, typed("layer.0.k.sink", "BF16", np.zeros((1, 1, 1), np.uint16)))
+        drafts.insert(0, typed("layer.0.latent.sink", "BF16", np.zeros((1, 1, 1), np.uint16)))
 
     yield vector("header-sink-not-called-for", "4.1", "a sink array where S = 0", tiny(), arrays=sinks)
     yield vector(
         "header-prefix-after-start",
         "4.1",
         "prefix digests with tokens.start > 0",
-        cache([coding("raw", segment_tokens=512)], [layer(1, 1)], start=1, stop=258),
+        cache([coding("raw", segment_tokens=512)], [latent(1, 1)], start=1, stop=258),
         arrays=lambda drafts: drafts.insert(0, typed("prefix_sha256", "U8", np.zeros((1, 32), np.uint8))),
     )
-    block = cache([coding("raw", segment_tokens=512)], [layer(1, 1)], stop=256)
+    yield vector(
+        "header-prefix-of-unknown-ids",
+        "4.1",
+        "prefix digests though tokens.sha256 is null",
+        cache([coding("raw", segment_tokens=512)], [latent(1, 1)], stop=256, known=False),
+        arrays=lambda drafts: drafts.insert(0, typed("prefix_sha256", "U8", np.zeros((1, 32), np.uint8))),
+    )
+    block = cache([coding("raw", segment_tokens=512)], [latent(1, 1)], stop=256)
     yield vector("header-prefix-missing", "4.1", "256 tokens and no digests", block, arrays=drop("prefix_sha256"))
 
     def rename(old: str, new: str) -> Hook:
@@ -127,26 +117,7 @@ def no_pad(body: Document) -> None:
 
 
 def indexes() -> Iterator[Vector]:
-    """Entries that point elsewhere or claim other sizes. Entry 4 of `small` is K's first anchor segment."""
-
-    def entry(number: int, **fields: int) -> Hook:
-        places = {
-            "offset": (0, "<Q"),
-            "stored_bytes": (8, "<I"),
-            "raw_bytes": (12, "<I"),
-            "array": (16, "<I"),
-            "first_token": (20, "<I"),
-            "compression": (24, "<B"),
-            "reserved": (31, "<B"),
-        }
-
-        def hook(index: bytearray) -> None:
-            for name, change in fields.items():
-                at, form = places[name]
-                (value,) = struct.unpack_from(form, index, 64 * number + at)
-                struct.pack_into(form, index, 64 * number + at, (value + change) % 256 ** struct.calcsize(form))
-
-        return hook
+    """Entries that point elsewhere or claim other sizes. Entry 4 of `small` is its first anchor segment."""
 
     def swapped(index: bytearray) -> None:
         index[4 * 64 : 6 * 64] = index[5 * 64 : 6 * 64] + index[4 * 64 : 5 * 64]
@@ -181,11 +152,13 @@ def indexes() -> Iterator[Vector]:
     def segments(ending: str, change: Hook) -> Hook:
         return lambda drafts: change(next(draft for draft in drafts if draft.name.endswith(ending)).segments)
 
-    for role, ending in (("anchor", ".k.anchor"), ("residual", ".v.residual")):
+    for role, ending in (("anchor", ".latent.anchor"), ("residual", ".latent.residual")):
         hook = segments(ending, lambda stored: stored.pop())
         name = f"header-{'' if role == 'anchor' else 'residual-'}segment-missing"
         yield vector(name, "5.1", "two segments instead of three", split(), role=role, arrays=hook)
-    hook = segments(".k.anchor", lambda stored: stored.append(Stored(data=bytes(16), raw_bytes=16, first_token=12)))
+    hook = segments(
+        ".latent.anchor", lambda stored: stored.append(Stored(data=bytes(16), raw_bytes=16, first_token=12))
+    )
     yield vector("header-segment-too-many", "5.1", "four segments instead of three", small(), arrays=hook)
 
     def cut(stored: list[Stored]) -> None:
@@ -195,8 +168,10 @@ def indexes() -> Iterator[Vector]:
             Stored(data=whole[6:], raw_bytes=len(whole) - 6, first_token=3),
         ]
 
-    draft = cache([coding("raw", segment_tokens=8)], [layer(1, 1)], stop=8)
-    yield vector("header-raw-cut-elsewhere", "5.1", "segments of another size", draft, arrays=segments(".k.raw", cut))
+    draft = cache([coding("raw", segment_tokens=8)], [latent(1, 1)], stop=8)
+    yield vector(
+        "header-raw-cut-elsewhere", "5.1", "segments of another size", draft, arrays=segments(".latent.raw", cut)
+    )
     hook = entry(0, raw_bytes=8)
     name = "header-residual-index-raw-bytes"
     yield vector(name, "5.1", "more than the shapes imply", split(), role="residual", index=hook)
@@ -205,40 +180,21 @@ def indexes() -> Iterator[Vector]:
 def digests() -> Iterator[Vector]:
     """Bytes changed after their digest was taken."""
 
-    def flip(at: int) -> Hook:
-        def hook(data: bytearray) -> None:
-            data[at] ^= 1
-
-        return hook
-
-    def in_array(name: str, offset: int = 0) -> Callable[[CacheDraft, str], int]:
-        """Where an array starts in the data region."""
-
-        def find(draft: CacheDraft, role: str) -> int:
-            found: list[int] = []
-            hooks = Hooks(
-                entries=lambda at, body: found.append(body[name]["data_offsets"][0]) if name in body else None
-            )
-            write(draft, hooks)
-            return found[0] + offset
-
-        return find
-
     for name, array in (
         ("checksum-steps", "steps"),
-        ("checksum-sink", "layer.0.v.sink"),
-        ("checksum-mean", "layer.0.k.mean"),
-        ("checksum-order", "layer.0.k.order"),
-        ("checksum-anchor", "layer.0.k.anchor"),
+        ("checksum-sink", "layer.0.latent.sink"),
+        ("checksum-mean", "layer.0.latent.mean"),
+        ("checksum-order", "layer.0.latent.order"),
+        ("checksum-anchor", "layer.0.latent.anchor"),
         ("checksum-token-ids", "token_ids"),
         ("checksum-index", "index"),
         ("checksum-header-sha256", "header_sha256"),
     ):
-        at = in_array(array)(small(), "anchor")
+        at = array_start(array)(small(), "anchor")
         yield vector(name, "5.2", f"a bit of {array}", small(), data=flip(at))
-    at = in_array("layer.0.v.residual", 64)(split(), "residual")
+    at = array_start("layer.0.latent.residual", 64)(split(), "residual")
     name = "checksum-residual"
-    yield vector(name, "5.2", "a bit of the second V segment", split(), role="residual", data=flip(at))
+    yield vector(name, "5.2", "a bit of the second segment", split(), role="residual", data=flip(at))
     name = "checksum-residual-index"
     yield vector(name, "5.2", "a bit of the index", split(), role="residual", data=flip(64 + 40))
     yield vector("checksum-header-sha256-tail", "4.1", "a bit of the 32 zero bytes", tiny(), data=flip(63))
@@ -248,7 +204,7 @@ def digests() -> Iterator[Vector]:
     yield vector("checksum-index-sha256", "5.1", "another digest of the index", tiny(), document=hook)
     hook = inside("tokens.sha256", digest(5))
     yield vector("checksum-tokens-sha256", "6", "another digest of the ids", tiny(), document=hook)
-    block = cache([coding("raw", segment_tokens=512)], [layer(1, 1)], stop=513)
+    block = cache([coding("raw", segment_tokens=512)], [latent(1, 1)], stop=513)
     hook = inside("identity.adapter", "another")
     digests = vector("checksum-prefix-sha256", "9.2", "digests of another adapter", block, document=hook)
     yield replace(digests, unread=True)
@@ -256,10 +212,10 @@ def digests() -> Iterator[Vector]:
     yield vector("header-cache-id", "5.3", "a cache_id that is not that of the index", tiny(), document=hook)
 
     for role, name in (("anchor", "content-zeros-after-segment"), ("residual", "content-residual-zeros-after-segment")):
-        at = in_array(f"layer.0.k.{role}", 63)(split(), role)
+        at = array_start(f"layer.0.latent.{role}", 63)(split(), role)
         made = vector(name, "5.1", "a bit between two segments", split(), role=role, data=flip(at))
         yield replace(made, unread=True)
-    at = in_array("pad.0")(tiny(), "anchor")
+    at = array_start("pad.0")(tiny(), "anchor")
     yield replace(vector("content-pad", "4.3", "a bit of a pad array", tiny(), data=flip(at)), unread=True)
 
 
@@ -267,7 +223,7 @@ def bindings() -> Iterator[Vector]:
     """Residuals that belong elsewhere."""
     other = cache(
         [coding("entropy", segment_tokens=4, sink_tokens=1)],
-        [layer(1, 4)],
+        [latent(1, 4)],
         stop=11,
         formulas=Formulas(q=lambda y, t, z: (t + y) % 5 - 2),
     )
@@ -286,14 +242,11 @@ def bindings() -> Iterator[Vector]:
     why = "the Anchor names its header, but it names another Anchor"
     yield vector("binding-residual-cache-id", "5.3", why, split(), role="residual", document=hook)
 
-    def named(path: str, change: Callable[[Any], Any]) -> Hook:
-        return lambda body: body["residual"].update({path: change(body["residual"][path])})
-
-    for vector_name, field, change in (
+    for vector_name, field, resize in (
         ("binding-residual-header-bytes", "header_bytes", lambda size: size + 64),
         ("binding-residual-bytes", "bytes", lambda size: size - 64),
     ):
-        made = vector(vector_name, "5.3", f"another {field}", split(), document=named(field, change))
+        made = vector(vector_name, "5.3", f"another {field}", split(), document=named(field, resize))
         yield Vector(name=made.name, clause="5.3", why=made.why, files=made.files, precision="full")
 
     def another(body: Document) -> None:
@@ -312,13 +265,13 @@ def bindings() -> Iterator[Vector]:
     ):
         hook = named("name", template_hook(template))
         yield vector(vector_name, "5.3", "not residual-, 16 digits, .safetensors", split(), document=hook)
-    wrong: list[tuple[str, Any]] = [("header_sha256", "0"), ("header_bytes", -64), ("bytes", 1.5)]
+    wrong: list[tuple[str, Any]] = [("header_sha256", "0"), ("header_bytes", -64), ("bytes", 1.5), ("exact_bytes", -64)]
     for field, value in wrong:
         hook = inside(f"residual.{field}", value)
         yield vector(f"header-residual-{field}", "6", "a wrong type or range", split(), document=hook)
     yield vector("header-residual-null", "6", "no Residual though R = 5", split(), document=put(residual=None))
     residual = {"header_sha256": digest(8), "name": f"residual-{digest(8)[:16]}.safetensors"}
-    hook = put(residual=residual | {"header_bytes": 640, "bytes": 1024})
+    hook = put(residual=residual | {"header_bytes": 640, "bytes": 1024, "exact_bytes": 0})
     yield vector("header-residual-not-called-for", "6", "a Residual though all is raw", tiny(), document=hook)
 
 

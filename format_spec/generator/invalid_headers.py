@@ -146,7 +146,7 @@ def set_shape(shape: list[Any]) -> Hook:
 def add_empty(body: Document) -> None:
     """A sink array of no tokens."""
     at = body["index"]["data_offsets"][1]
-    body["layer.0.k.sink"] = {"dtype": "BF16", "shape": [0, 1, 1], "data_offsets": [at, at]}
+    body["layer.0.latent.sink"] = {"dtype": "BF16", "shape": [0, 1, 1], "data_offsets": [at, at]}
 
 
 def json_texts() -> Iterator[Vector]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from format_spec.generator.formulas import Formulas, cache, coding, digest, f32, layer
+from format_spec.generator.caches import cache, coding, digest, latent, layer
+from format_spec.generator.formulas import Formulas, f32
 from format_spec.generator.writer import CacheDraft, Document, Files, Hooks, sha256, write, zstd_frame
 
 
@@ -25,7 +26,7 @@ def drafts() -> Iterator[tuple[str, CacheDraft]]:
     # SPEC 11.
     yield "entropy-small", cache([coding("entropy", segment_tokens=128, sink_tokens=4)], stop=70)
     for radix in (1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 16, 17, 32):
-        yield f"entropy-radix-{radix}", cache([coding("entropy", radix=radix)], [layer(1, 4)], stop=13)
+        yield f"entropy-radix-{radix}", cache([coding("entropy", radix=radix)], [latent(1, 4)], stop=13)
     yield "entropy-segments", cache([coding("entropy", segment_tokens=16, sink_tokens=1)], stop=70)
     yield "entropy-escapes", escapes()
     yield "entropy-compressed", compressed()
@@ -53,7 +54,7 @@ def drafts() -> Iterator[tuple[str, CacheDraft]]:
     yield "all-sinks-entropy", cache([coding("entropy", sink_tokens=4)], stop=3)
     yield "all-sinks-fixed", cache([coding("fixed", sink_tokens=3)], stop=3)
     yield "start-inside-sinks", cache([coding("entropy", sink_tokens=4)], start=3, stop=9)
-    yield "start-after-sinks", cache([coding("fixed", sink_tokens=4)], start=300, stop=620, layers=[layer(1, 2)])
+    yield "start-after-sinks", cache([coding("fixed", sink_tokens=4)], start=300, stop=560, layers=[latent(1, 2)])
     yield from fixed()
     for dtype in ("bf16", "fp16", "fp32"):
         # 7 tokens of 15 channels are no multiple of 64 bytes: segments follow each other without gap.
@@ -61,6 +62,10 @@ def drafts() -> Iterator[tuple[str, CacheDraft]]:
         yield f"raw-{dtype}", cache([raw], [layer(3, 5)], stop=16, dtype=dtype)
     yield "mixed-layers", mixed()
     yield "token-ids-not-stored", cache([coding("entropy")], stop=5, stored=False)
+    yield "token-ids-unknown", cache([coding("entropy", segment_tokens=300)], [latent(1, 1)], stop=260, known=False)
+    yield "logits-of-one-token", cache([coding("raw")], [latent(1, 1)], stop=1, logits=1)
+    yield "logits-between-codebooks-and-layers", cache([coding("fixed")], [latent(1, 4)], stop=3, logits=100)
+    yield from exact()
     long = {"adapter": "some-lora", "salt_sha256": digest(3)}
     few = [layer(1, 1)]
     yield "prefix-one-block", cache([coding("entropy", segment_tokens=256)], few, stop=256)
@@ -88,10 +93,11 @@ def fixed() -> Iterator[tuple[str, CacheDraft]]:
     }
     for name, (fields, shape, stop, dtype) in shapes.items():
         bits = {"anchor_bits": int(name[6]), "residual_bits": int(name[8])}
-        yield name, cache([coding("fixed", **bits, **fields)], [layer(*shape)], stop=stop, dtype=dtype)
+        yield name, cache([coding("fixed", **bits, **fields)], [latent(*shape)], stop=stop, dtype=dtype)
     for dtype in ("bf16", "fp16"):
         yield f"fixed-rounding-{dtype}", rounding(dtype, pages=False)
         yield f"fixed-overflow-{dtype}", rounding(dtype, pages=True)
+        yield f"exact-edges-{dtype}", rounding(dtype, pages=False, exact=True, stop=1)
     # V * scale is -0 and there is no offset: the sum with +0 is +0, with and without pages whose mean is -0.
     for name, pages in (("fixed-zeros", 0), ("fixed-zeros-pages", 4)):
         own = coding("fixed", anchor_bits=2, residual_bits=1, chunk_dtype="f32", offset=False, page_tokens=pages)
@@ -102,6 +108,91 @@ def fixed() -> Iterator[tuple[str, CacheDraft]]:
             page_scale=lambda x, p: np.where(x % 3, -2.0, 2.0),
         )
         yield name, cache([own], stop=6, formulas=formulas)
+
+
+def exact() -> Iterator[tuple[str, CacheDraft]]:
+    """SPEC 8.7: both schemes and dtypes, with and without residual codes, segments, odd head dims, every size of z."""
+    yield (
+        "exact-entropy",
+        cache(
+            [coding("entropy", exact=True, segment_tokens=16, sink_tokens=2)],
+            [layer(2, 5)],
+            stop=37,
+            logits=11,
+        ),
+    )
+    entropy = coding("entropy", radix=3, exact=True, segment_tokens=8)
+    yield "exact-entropy-fp16", cache([entropy], [layer(1, 7)], stop=21, dtype="fp16")
+    yield "exact-entropy-radix-1", cache([coding("entropy", radix=1, exact=True)], [layer(3, 3)], stop=6)
+    fixed = coding("fixed", exact=True, segment_tokens=16)
+    yield "exact-fixed", cache([fixed], [latent(3, 3)], stop=23)
+    fixed = coding("fixed", residual_bits=0, anchor_bits=5, chunk_dtype="f32", group="token", exact=True)
+    yield "exact-fixed-5-0-fp16", cache([fixed], [layer(2, 5)], stop=19, dtype="fp16")
+    yield "exact-single-token", cache([coding("entropy", exact=True)], [layer(1, 3)], stop=1)
+    yield "exact-all-sinks", cache([coding("entropy", exact=True, sink_tokens=4)], [layer(1, 4)], stop=3)
+    yield "exact-of-some-tensors", exact_of_some()
+    for dtype in ("bf16", "fp16"):
+        yield f"exact-zeros-{dtype}", exact_zeros(dtype)
+        yield f"exact-large-{dtype}", exact_large(dtype)
+    yield (
+        "exact-compressed",
+        cache(
+            [coding("entropy", exact=True, radix=2, segment_tokens=24)],
+            [layer(2, 4)],
+            stop=70,
+            formulas=Formulas(correction=lambda x, t, z: x // 3 + 300 * (t % 9 == 0)),
+            compress=exact_frames,
+        ),
+    )
+
+
+def exact_of_some() -> CacheDraft:
+    """Exact keys beside values that are not, exact values alone, an exact latent with sinks; no two alike."""
+    codings = [
+        coding("entropy", exact=True, segment_tokens=8),
+        coding("entropy", segment_tokens=8, sink_tokens=3),
+        coding("raw"),
+        coding("fixed", exact=True, anchor_bits=3, residual_bits=0, page_tokens=0, segment_tokens=12, sink_tokens=1),
+        coding("entropy", radix=1),
+    ]
+
+    def pair(k: int, v: int, **fields: Any) -> Document:
+        tensors = {"k": {"heads": 1, "head_dim": 4, "coding": k}, "v": {"heads": 2, "head_dim": 3, "coding": v}}
+        return layer(**fields, tensors=tensors)
+
+    layers = [pair(0, 1), pair(2, 3), pair(4, 0, kind="sliding", window=9, start=11), latent(1, 5, 3), pair(1, 2)]
+    return cache(codings, layers, stop=20)
+
+
+def exact_zeros(dtype: str) -> CacheDraft:
+    """Full values of both zeros, led to the other zero, to the numbers beside them, and left as they are."""
+    own = coding("fixed", anchor_bits=2, residual_bits=1, chunk_dtype="f32", page_tokens=0, exact=True)
+    formulas = Formulas(
+        book=lambda i, size: i - size // 2,
+        chunk_scale=lambda x, c: np.where(x % 2, -1.0, 1.0),
+        chunk_offset=lambda x, c: -0.0,
+        code=lambda x, t, z: 4 + t * (x > 1),
+        correction=lambda x, t, z: (t + x) % 5,
+    )
+    return cache([own], [layer(1, 4)], stop=11, dtype=dtype, formulas=formulas)
+
+
+def exact_large(dtype: str) -> CacheDraft:
+    """Corrections of every size, both ends of i16 among them; half of them wrap around modulo 2^16."""
+    ends = np.array([65535, 65534, 65533, 32768, 32767, 32766, 256, 255])
+    formulas = Formulas(
+        steps=lambda z, radix: (64.0, 64.0 / (2 * radix)),
+        correction=lambda x, t, z: np.where(t % 2, ends[(t // 2 + x) % 8], 40503 * t + 9973 * x + z),
+    )
+    own = coding("entropy", exact=True, segment_tokens=32)
+    return cache([own], [layer(2, 3)], stop=33, dtype=dtype, formulas=formulas)
+
+
+def exact_frames(part: str, number: int, raw: bytes) -> bytes | None:
+    """Frames for the first exact segment and the last; the one between stays as it is."""
+    if part != "exact" or number == 1:
+        return None
+    return zstd_frame(raw, size_bytes=4, window_log=12) if number else zstd_frame(raw, size_bytes=8)
 
 
 def escapes() -> CacheDraft:
@@ -179,8 +270,11 @@ EDGES = [
 ]
 
 
-def rounding(dtype: str, *, pages: bool) -> CacheDraft:
-    """SPEC 8.5 on the values of EDGES; with pages, products and offsets that overflow to infinity and NaN."""
+def rounding(dtype: str, *, pages: bool, exact: bool = False, stop: int = 4) -> CacheDraft:
+    """SPEC 8.5 on the values of EDGES; with pages, products and offsets that overflow to infinity and NaN.
+
+    Exact arrays are sorted by every exponent there is, and lead away from each of the values.
+    """
     values = np.array([edge | sign for edge in EDGES for sign in (0, 0x80000000)], np.uint32).view(np.float32)
     table = np.concatenate([values, f32(np.arange(256 - values.size) - 88)])
     own = coding(
@@ -191,11 +285,12 @@ def rounding(dtype: str, *, pages: bool) -> CacheDraft:
         chunk_tokens=1,
         page_tokens=1 if pages else 0,
         segment_tokens=2 if pages else 64,
+        exact=exact,
     )
     return cache(
         [own],
-        [{"kind": "full", "tensors": {"latent": {"heads": 2, "head_dim": 128, "coding": 0}}}],
-        stop=4,
+        [latent(2, len(values) // 2 + 8)],
+        stop=stop,
         dtype=dtype,
         formulas=Formulas(
             book=lambda i, size: table[i],
@@ -204,6 +299,7 @@ def rounding(dtype: str, *, pages: bool) -> CacheDraft:
             chunk_offset=lambda x, c: np.array([0.0, -0.0, 2.0**-26, -3e38])[c] * np.where(x % 2, 1, -1),
             page_mean=lambda x, p: np.array([0.0, -0.0, 3e38, 1.0])[p],
             page_scale=lambda x, p: np.array([1.0, 0.0, -3e38, 3e38])[p],
+            correction=lambda x, t, z: 37 * x % 1024,
         ),
     )
 
@@ -227,7 +323,7 @@ def mixed() -> CacheDraft:
             },
         },
         layer(3, 4, 2, kind="sliding", window=16, start=24),
-        {"kind": "full", "tensors": {"latent": {"heads": 1, "head_dim": 20, "coding": 3}}},
+        latent(1, 20, 3),
         layer(1, 2, 5, kind="sliding", window=100),
         layer(1, 2, 0, kind="sliding", window=1, start=39),
     ]
@@ -243,8 +339,9 @@ def generous_document() -> tuple[str, CacheDraft, Files]:
 
     def document(role: str, body: Document) -> None:
         # Level 1 is the document, so 15 lists end at level 16.
-        body |= {"unknown": nested, "long": "é" * 4096, "large": -(2**53) + 1, "float": 1.5e-7}
+        body |= {"unknown": nested, "large": -(2**53) + 1, "float": 1.5e-7}
         if role == "anchor":
+            body["long"] = "é" * 4096
             body["tokens"]["unknown"] = body["layers"][0]["unknown"] = {"NaN": "Infinity"}
 
     def entries(role: str, body: Document) -> None:

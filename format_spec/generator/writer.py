@@ -33,7 +33,7 @@ class Stored:
 
 @dataclass(kw_only=True)
 class Draft:
-    """One array to be written; packed arrays (`anchor`, `residual`) start each segment at a multiple of 64."""
+    """One array to be written; packed arrays (`anchor`, `residual`, `exact`) start each segment at a multiple of 64."""
 
     name: str
     dtype: str
@@ -104,11 +104,13 @@ def write(cache: CacheDraft, hooks: Hooks | None = None) -> Files:
         header, stored = seal("residual", residual_document, residual_entries, residual_data, hooks)
         name = f"residual-{sha256(header)[:16]}.safetensors"
         files[name] = stored
+        exact = [entry["data_offsets"][0] for array, entry in residual_entries.items() if array.endswith(".exact")]
         document["residual"] = {
             "name": name,
             "header_sha256": sha256(header),
             "header_bytes": len(header),
             "bytes": len(header) + len(residual_data),
+            "exact_bytes": len(residual_data) - min(exact, default=len(residual_data)),
         }
     _, files["anchor.safetensors"] = seal("anchor", document, entries, data, hooks)
     return files

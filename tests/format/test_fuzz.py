@@ -14,8 +14,10 @@ import torch
 import lynxkv
 from format_spec import reference_reader
 from format_spec.generator.broken import Hook, small, small_fixed, split, tiny
+from format_spec.generator.caches import layer
 from format_spec.generator.writer import CacheDraft, Draft, Files, Hooks, write
 from lynxkv.errors import LynxError
+from lynxkv.layout import Precision
 
 CHANGES = 10_000
 HOSTILE_CHANGES = 4_000
@@ -27,16 +29,21 @@ Report = Callable[[str], None]
 
 
 def lynxkv_reader(folder: Path) -> bytes:
-    """All tensors at full precision."""
-    kv = lynxkv.load(str(folder))
+    """All tensors at the highest precision there is, and the logits."""
+    with lynxkv.open(str(folder)) as cache:
+        logits = cache.logits()
+        precision: Precision = "exact" if cache.header.has_exact else "full"
+    kv = lynxkv.load(str(folder), precision=precision)
     tensors = [values.contiguous() for layer in kv.layers for values in layer.tensors.values()]
-    return b"".join(values.view(torch.int16).numpy().tobytes() for values in tensors)
+    tail = b"" if logits is None else logits.tobytes()
+    return b"".join(values.view(torch.int16).numpy().tobytes() for values in tensors) + tail
 
 
 def small_reader(folder: Path) -> bytes:
     """The same with the reference reader."""
-    cache = reference_reader.read(folder)
-    return b"".join(values.tobytes() for layer in cache.layers for values in layer.values())
+    cache = reference_reader.read(folder, "exact")
+    tail = b"" if cache.logits is None else cache.logits.tobytes()
+    return b"".join(values.tobytes() for layer in cache.layers for values in layer.values()) + tail
 
 
 def lynxkv_name(error: Exception) -> str | None:
@@ -55,8 +62,8 @@ reader = pytest.mark.parametrize(("decode", "name"), READERS, ids=["lynxkv", "re
 
 @pytest.fixture
 def cache(tmp_path: Path) -> tuple[Path, Files]:
-    """A small cache with sinks, several segments and a Residual: its folder and its files."""
-    folder, files = tmp_path / "small.lynx", write(split())
+    """A small cache with sinks, several segments, residual codes, exact arrays and logits: its folder and its files."""
+    folder, files = tmp_path / "small.lynx", write(split(exact=True, logits=3))
     folder.mkdir()
     for file, data in files.items():
         (folder / file).write_bytes(data)
@@ -132,9 +139,21 @@ def test_both_readers_agree_on_a_hostile_writer(stage: str, tmp_path: Path, repo
     assert wrong == []
 
 
+# With K and V, sinks, pages, exact arrays of both schemes, logits.
+DRAFTS: list[Callable[[], CacheDraft]] = [
+    lambda: split(layer),
+    small_fixed,
+    lambda: small(layer, logits=3),
+    lambda: split(layer, exact=True),
+    lambda: small_fixed(residual_bits=4, exact=True),
+    tiny,
+    lambda: small(exact=True),
+]
+
+
 def hostile(stage: str, number: int, random: np.random.Generator) -> Files:
     """A small cache with one byte changed at one stage of writing."""
-    draft: CacheDraft = (split, small_fixed, small, tiny, lambda: small_fixed(residual_bits=4))[number % 5]()
+    draft = DRAFTS[number % len(DRAFTS)]()
     role = "residual" if draft.residual and random.integers(0, 3) == 0 else "anchor"
 
     def change(data: bytearray) -> None:
