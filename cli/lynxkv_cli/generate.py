@@ -69,12 +69,14 @@ def generate(
         identity = reader.header.identity
     ref = model or _model_of(url, identity)
 
+    from lynxkv.identity import check_identity
     from lynxkv.integrations.hf import suffix
     from lynxkv_cli._views import view_for
 
     sampling = lynxkv.Sampling(temperature=temperature, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed)
     output.note(f"loading {ref}")
     loaded = lynxkv.load_model(ref, report=output.note)
+    check_identity(identity, loaded.identity)
     question_ids = suffix(loaded.tokenizer, question, turn=identity.turn)
     view = view_for(output.mode, styled=can_style(sys.stdout))
     # The clock of the result starts here: with the model in memory, before the first byte of the cache.

@@ -11,7 +11,7 @@ import typer
 
 from lynxkv import __version__
 from lynxkv_cli import bench, check, encode, generate, inspect
-from lynxkv_cli._errors import FAILED, report
+from lynxkv_cli._errors import FAILED, INTERRUPTED, report
 from lynxkv_cli._output import Output
 
 HELP = """Example: lynxkv encode @README.md --model smollm2 --out readme.lynx
@@ -64,6 +64,8 @@ def run(arguments: Sequence[str]) -> int:
         return FAILED
     except (Exception, KeyboardInterrupt) as error:
         return report(error, Output.of(as_json=as_json, quiet=False))
+    if code == INTERRUPTED:  # Typer has caught the KeyboardInterrupt.
+        return report(KeyboardInterrupt(), Output.of(as_json=as_json, quiet=False))
     return code if isinstance(code, int) else 0
 
 
