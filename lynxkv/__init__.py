@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from lynxkv.kv import KV as KV
     from lynxkv.models import load_model as load_model
     from lynxkv.models import prefill as prefill
+    from lynxkv.models import prefill_with_logits as prefill_with_logits
     from lynxkv.quantization import dequantize as dequantize
     from lynxkv.quantization import quantize as quantize
     from lynxkv.report import check as check
@@ -66,6 +67,7 @@ _LAZY = {
     "load_model": "lynxkv.models.load_model",
     "open": "lynxkv.fetch.open_cache",
     "prefill": "lynxkv.models.prefill",
+    "prefill_with_logits": "lynxkv.models.prefill_with_logits",
     "quantize": "lynxkv.quantization.quantize",
 }
 
@@ -101,6 +103,7 @@ __all__ = [
     "load_model",
     "open",
     "prefill",
+    "prefill_with_logits",
     "quantize",
 ]
 

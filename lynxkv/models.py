@@ -32,6 +32,14 @@ class LayerShape:
     tensors: dict[TensorName, tuple[int, int]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Prefilled:
+    """What running a prompt leaves behind: its KV, and logits f32 [V] of its last position."""
+
+    kv: KV
+    logits: Tensor
+
+
 class LiveCache(Protocol):
     """The cache a model decodes on: buffers of fixed place that are written, refined and rolled back in place."""
 
@@ -112,7 +120,18 @@ def prefill(
     chunk_tokens: int = CHUNK_TOKENS,
     progress: Callable[[int, int], None] | None = None,
 ) -> KV:
-    """The KV tensors of a prompt, computed chunk by chunk.
+    """The KV tensors of a prompt, computed chunk by chunk; see `prefill_with_logits`."""
+    return prefill_with_logits(model, token_ids, chunk_tokens=chunk_tokens, progress=progress).kv
+
+
+def prefill_with_logits(
+    model: DecoderModel,
+    token_ids: Sequence[int],
+    *,
+    chunk_tokens: int = CHUNK_TOKENS,
+    progress: Callable[[int, int], None] | None = None,
+) -> Prefilled:
+    """The KV tensors of a prompt and the logits of its last position, computed chunk by chunk.
 
     Beyond the KV itself, memory is bounded by the chunk: no logits but those of one position exist at any time.
     Sliding layers return their last `window` positions.
@@ -128,10 +147,10 @@ def prefill(
     cache = model.new_cache(0, total, rollback_tokens=2 * chunk_tokens)
     for start in range(0, total, chunk_tokens):
         stop = min(start + chunk_tokens, total)
-        model.step(cache, token_ids[start:stop])
+        logits = model.step(cache, token_ids[start:stop])
         if progress is not None:
             progress(stop, total)
-    return cache.to_kv(token_ids)
+    return Prefilled(kv=cache.to_kv(token_ids), logits=logits[-1].clone())
 
 
 def check_prompt(model: DecoderModel, token_ids: Sequence[int]) -> None:

@@ -48,6 +48,7 @@ NAMES = [
     "load_model",
     "open",
     "prefill",
+    "prefill_with_logits",
     "quantize",
 ]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lynxkv.errors import InputError
-from lynxkv.models import prefill
+from lynxkv.models import prefill, prefill_with_logits
 from lynxkv.testing.tiny_models import tiny_model
 
 
@@ -31,6 +31,18 @@ def test_prefill_never_asks_for_logits_of_the_whole_chunk(monkeypatch: pytest.Mo
     model.hf.lm_head.register_forward_hook(lambda module, args, output: rows.append(output.shape[1]))
     prefill(model, [3] * 100, chunk_tokens=32)
     assert rows == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, 40, 64])
+def test_prefill_gives_the_logits_of_the_last_position(chunk_tokens: int) -> None:
+    model = tiny_model("llama")
+    ids = torch.randint(3, 48, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    got = prefill_with_logits(model, ids, chunk_tokens=chunk_tokens)
+    with torch.inference_mode():
+        want = model.hf(torch.tensor([ids]), use_cache=False).logits[0, -1]
+    assert got.logits.shape == (48,)
+    torch.testing.assert_close(got.logits, want, rtol=1e-4, atol=1e-4)
+    assert got.kv.token_ids == ids
 
 
 def test_steps_longer_than_a_chunk_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
