@@ -75,6 +75,14 @@ class CacheDecoder:
         """Whether every element holds the original's bits, or the best the cache has."""
         return self.complete_full and self._exact_left == 0
 
+    def complete(self, precision: Precision) -> bool:
+        """Whether every element holds at least `precision`, or the best the cache has."""
+        return {
+            "anchor": self.complete_anchor,
+            "full": self.complete_full,
+            "exact": self.complete_exact,
+        }[precision]
+
     @property
     def resident_bytes(self) -> int:
         """Bytes of anchor codes kept for refining."""
@@ -219,8 +227,7 @@ def load(url: str, *, precision: Precision = "full", link: Link | None = None) -
         FormatError: it is damaged.
     """
     with open_cache(url, link=link) as reader:
-        if precision == "exact" and not reader.header.has_exact:
-            raise InputError(f"{url} has no exact section", hint="encode it with --exact")
+        check_precision(reader.header, precision)
         destination = KVDestination(reader.header)
         decoder = CacheDecoder(reader.header, destination)
         _drain(reader.stream_anchor(), decoder.anchor)
@@ -229,6 +236,21 @@ def load(url: str, *, precision: Precision = "full", link: Link | None = None) -
         ids = reader.token_ids()
         destination.kv.token_ids = ids.tolist() if ids is not None else None
     return destination.kv
+
+
+def check_precision(header: CacheHeader, precision: Precision) -> None:
+    """Refuse, with an InputError, a precision that a cache cannot reach."""
+    if precision == "exact" and not header.has_exact:
+        raise InputError("the cache has no exact section", hint="make one with: lynxkv encode --exact")
+
+
+def check_exact_destination(header: CacheHeader, dtype: torch.dtype) -> None:
+    """Refuse, with an InputError, a destination too narrow for full values: correcting starts from their very bits."""
+    if dtype not in (torch.float32, torch.float64, TORCH_DTYPES[header.dtype]):
+        raise InputError(
+            f"a model in {str(dtype).removeprefix('torch.')} cannot hold the exact values of a {header.dtype} cache",
+            hint="load the model in float32, or in the dtype of the cache",
+        )
 
 
 def _drain(payloads: Iterable[SegmentPayload], take: Callable[[SegmentPayload], None]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lynxkv.models import DecoderModel, LiveCache
 from lynxkv.sampling import Sampling, draw
 
-# A suffix runs in pieces, so that the arrival of the Residual can cut it short.
+# A suffix runs in pieces, so that the arrival of what is waited for can cut it short.
 SUFFIX_CHUNK_TOKENS = 64
 
 
@@ -27,11 +27,15 @@ class Draft:
         """Bytes of the distributions."""
         return sum(distribution.nbytes for distribution in self.q)
 
+    def ended(self, eos_token_ids: frozenset[int]) -> bool:
+        """Whether the last token ends the text."""
+        return bool(self.token_ids) and self.token_ids[-1] in eos_token_ids
+
 
 def propose(
     model: DecoderModel,
     cache: LiveCache,
-    suffix_ids: Sequence[int],
+    pending_ids: Sequence[int],
     draft: Draft,
     *,
     history: Sequence[int],
@@ -40,31 +44,23 @@ def propose(
     max_tokens: int,
     go_on: Callable[[], bool],
 ) -> Iterator[int]:
-    """Run the suffix on `cache`, then append up to `max_tokens` tokens to `draft`, yielding each.
+    """Run `pending_ids` on `cache`, then append tokens to `draft` until it has `max_tokens`, yielding each.
 
     Ends early after an end-of-text token, or when `go_on`, called before every model step, says no: this is where the
     caller refines the cache.
 
     Args:
+        pending_ids: what the cache lacks: the suffix, or the last token of a draft that goes on.
         history: ids of all tokens before the draft, as `Sampling.distribution` wants them.
     """
-    pending: Sequence[int] = []
-    logits: Tensor | None = None
-    for start in range(0, len(suffix_ids), SUFFIX_CHUNK_TOKENS):
-        if not go_on():
-            return
-        logits = model.step(cache, suffix_ids[start : start + SUFFIX_CHUNK_TOKENS])
-    while len(draft.token_ids) < max_tokens:
-        if pending:
+    while len(draft.token_ids) < max_tokens and not draft.ended(model.eos_token_ids):
+        for start in range(0, len(pending_ids), SUFFIX_CHUNK_TOKENS):
             if not go_on():
                 return
-            logits = model.step(cache, pending)
-        assert logits is not None
+            logits = model.step(cache, pending_ids[start : start + SUFFIX_CHUNK_TOKENS])
         q = sampling.distribution(logits[0], [*history, *draft.token_ids] if sampling.needs_history else [])
         token = draw(q, generator)
         draft.token_ids.append(token)
         draft.q.append(q)
         yield token
-        if token in model.eos_token_ids:
-            return
-        pending = [token]
+        pending_ids = [token]

@@ -28,7 +28,7 @@ class AnchorProgress:
 
 @dataclass(frozen=True)
 class ResidualProgress:
-    """Bytes of the Residual refined into the cache so far."""
+    """Bytes of the Residual refined into the cache so far; its exact section counts where it is fetched."""
 
     bytes: int
     total: int
@@ -51,6 +51,14 @@ class Verified:
 
 
 @dataclass(frozen=True)
+class Provisional:
+    """These tokens passed the full cache, in the place of the draft; the exact one may still replace them."""
+
+    token_ids: list[int]
+    text: str
+
+
+@dataclass(frozen=True)
 class Rejected:
     """The rest of the draft, which does not stand."""
 
@@ -58,7 +66,7 @@ class Rejected:
     text: str
 
 
-Event = Phase | AnchorProgress | ResidualProgress | Drafted | Verified | Rejected
+Event = Phase | AnchorProgress | ResidualProgress | Drafted | Provisional | Verified | Rejected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +77,17 @@ class GenerateResult:
         text: the verified text, without what ended it.
         token_ids: its tokens, the one that ended it included.
         precision: of the cache that the text follows; "anchor" only if verification was turned off.
-        drafted: tokens proposed.
-        accepted: those of them that stood.
-        anchor_s: the whole Anchor was in the cache.
-        first_draft_s: first proposed token; None without a draft.
-        full_s: the whole Residual was in the cache; None if it was not fetched.
+        drafted: tokens proposed on the Anchor.
+        accepted: those of them that passed the verification that followed.
+        provisional: tokens that passed the full cache, or were proposed on it, and waited for the exact one.
+        accepted_exact: those of them that stood.
+        anchor_s: the whole Anchor was in the cache; None if stored logits gave the whole text.
+        first_draft_s: first token proposed on the Anchor; None without a draft.
+        full_s: every value had full precision; None if no Residual was fetched.
+        first_provisional_s: first token that passed the full cache and waited; None if none did.
+        exact_s: every value had its original bits; None if no exact section was fetched.
         first_verified_s: first token that stands.
+        bytes_anchor, bytes_residual, bytes_exact: fetched of each.
         peak_bytes: the largest sum of `peak_parts`, model weights left out.
         peak_parts: that sum by part: cache, codes (kept for refining), in_flight (fetched, not decoded), logits.
         stopped: "eos", "stop" (a stop string) or "length".
@@ -85,13 +98,18 @@ class GenerateResult:
     precision: Precision
     drafted: int
     accepted: int
-    anchor_s: float
+    provisional: int
+    accepted_exact: int
+    anchor_s: float | None
     first_draft_s: float | None
     full_s: float | None
+    first_provisional_s: float | None
+    exact_s: float | None
     first_verified_s: float
     total_s: float
     bytes_anchor: int
     bytes_residual: int
+    bytes_exact: int
     peak_bytes: int
     peak_parts: dict[str, int]
     stopped: Stopped

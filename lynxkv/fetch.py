@@ -51,7 +51,7 @@ class _Range:
 class SegmentStream:
     """The segments of one shard in file order, fetched ahead by a pool.
 
-    `ready()` never blocks, iterating blocks; both raise what went wrong with the next segment: `FetchError`,
+    `ready()` never blocks, `wait()` and iterating do; all raise what went wrong with the next segment: `FetchError`,
     `CacheNotFoundError`, or a `FormatError`. `bytes_done` counts stored bytes handed out.
     """
 
@@ -93,6 +93,13 @@ class SegmentStream:
     def __iter__(self) -> Iterator[SegmentPayload]:
         while not self.done:
             yield from self._take()
+
+    def wait(self) -> list[SegmentPayload]:
+        """The next segments, waiting until there are some; none when all have been handed out."""
+        out: list[SegmentPayload] = []
+        while not out and not self.done:
+            out = self._take()
+        return out
 
     def close(self) -> None:
         """Forget what has not been asked for. What is in flight ends by itself."""

@@ -3,6 +3,12 @@
 fetch    |--- Anchor ---|------- Residual -------|
 model                   |-- draft on the anchor --| verify |-- decode on the full cache --
                           (refined in place)
+
+When the target is the original cache, this happens twice: what passed the full cache is the draft of a second stage.
+
+fetch    |--- Anchor ---|------- Residual -------|--------- exact section ---------|
+model                   |-- draft on the anchor --| verify |-- draft on the full --| verify |-- decode --
+                                                         (provisional text)
 """
 
 from __future__ import annotations
@@ -12,7 +18,10 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Literal
 
-from lynxkv.decoder import CacheDecoder
+import torch
+from torch import Tensor
+
+from lynxkv.decoder import CacheDecoder, check_exact_destination, check_precision
 from lynxkv.draft import Draft, propose
 from lynxkv.errors import InputError
 from lynxkv.events import (
@@ -21,20 +30,27 @@ from lynxkv.events import (
     Event,
     GenerateResult,
     Phase,
+    Provisional,
     Rejected,
     ResidualProgress,
     Verified,
 )
 from lynxkv.fetch import CacheReader, SegmentPayload, SegmentStream
 from lynxkv.identity import check_identity
-from lynxkv.models import DecoderModel, check_prompt
+from lynxkv.layout import Precision, TensorName
+from lynxkv.models import DecoderModel
+from lynxkv.prompt import place
 from lynxkv.sampling import Sampling, draw
 from lynxkv.text import GrowingText, TextStream
-from lynxkv.verify import accept
+from lynxkv.verify import Acceptance, accept
 
-# With per-token acceptance a the accepted length saturates near a / (1 - a): more than this is rarely verified.
-AUTO_DRAFT_TOKENS = 64
+# With per-token acceptance a the accepted length saturates near a / (1 - a): more than this is rarely verified. The
+# full cache is nearly always right about the exact one; there the limit bounds the memory of the distributions.
+AUTO_DRAFT_TOKENS: dict[Precision, int] = {"full": 64, "exact": 256}
 Speculate = Literal["auto", "off"] | int
+Verify = Literal["none", "full", "exact"]
+# What the text is verified against, one after the other.
+STAGES: dict[Verify, tuple[Precision, ...]] = {"none": (), "full": ("full",), "exact": ("full", "exact")}
 
 
 def generate(
@@ -45,37 +61,46 @@ def generate(
     max_new_tokens: int = 256,
     sampling: Sampling | None = None,
     speculate: Speculate = "auto",
-    verify: Literal["full", "none"] = "full",
+    verify: Verify = "full",
     stop: Sequence[str] = (),
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> GenerateResult:
-    """Answer from a cache that is still arriving; the text is that of decoding on the full cache.
+    """Answer from a cache that is still arriving; the text is that of decoding on the full or the exact cache.
 
     Args:
-        suffix_ids: tokens after the cached prompt. Empty: the last cached token is run again.
+        suffix_ids: tokens after the cached prompt. Empty: the last cached token is run again, or, with `verify`
+            "exact", the first token comes from the logits that the cache stores.
         sampling: greedy by default.
-        speculate: "auto" drafts until the Residual has arrived, 64 tokens at most; a number drafts that many; "off"
-            waits for the full cache and then decodes.
-        verify: "none" decodes on the anchor alone: the Residual is not fetched and the text is marked so.
+        speculate: "auto" drafts until the Residual has arrived, 64 tokens at most; a number drafts that many, in each
+            stage; "off" waits for the target cache and then decodes.
+        verify: the target. "exact" is the original cache: text that passed the full one is provisional until then.
+            "none" decodes on the anchor alone: the Residual is not fetched and the text is marked so.
         stop: strings that end the verified text.
         on_event: told of everything that happens, in order.
 
     Raises:
         IdentityError: the cache belongs to another model.
-        InputError: an option is out of range, the context is too short, or hidden token ids would be needed.
+        InputError: an option is out of range, the context is too short, hidden token ids would be needed, or cache or
+            model do not hold exact values to verify against.
         FetchError, FormatError: the cache cannot be fetched or is damaged; no text is returned.
     """
-    if verify not in ("full", "none"):
-        raise InputError(f"verify is {verify!r}", hint="use full or none")
-    run = _Run(reader, model, list(suffix_ids), max_new_tokens, sampling or Sampling(), speculate, stop, on_event)
-    run.decode_anchor()
-    if verify == "full" and reader.header.residual is not None:
-        with closing(reader.start_residual()) as residual:
-            run.draft_while_refining(residual)
-            run.refine_rest(residual)
-    run.decoder.release()
-    run.verify_draft()
-    run.decode_on()
+    if verify not in STAGES:
+        raise InputError(f"verify is {verify!r}", hint=f"use one of {', '.join(STAGES)}")
+    run = _Run(reader, model, suffix_ids, max_new_tokens, sampling or Sampling(), speculate, verify, stop, on_event)
+    run.take_first_from_logits()
+    if not run.text.stopped:
+        run.decode_anchor()
+        if run.stages and reader.header.residual is not None:
+            with closing(reader.start_residual(exact=verify == "exact")) as residual:
+                for precision in run.stages:
+                    run.draft_while_refining(residual, precision)
+                    run.refine_rest(residual, precision)
+                    if run.target_reached:
+                        break
+                    run.verify_provisionally()
+        run.decoder.release()
+        run.verify_draft()
+        run.decode_on()
     return run.result()
 
 
@@ -86,49 +111,80 @@ class _Run:
         self,
         reader: CacheReader,
         model: DecoderModel,
-        suffix_ids: list[int],
+        suffix_ids: Sequence[int],
         max_new_tokens: int,
         sampling: Sampling,
         speculate: Speculate,
+        verify: Verify,
         stop: Sequence[str],
         on_event: Callable[[Event], None],
     ) -> None:
         header = reader.header
         check_identity(header.identity, model.identity)
-        if header.tokens.start:
-            raise InputError(f"the cache starts at position {header.tokens.start}", hint="give one that starts at 0")
+        check_precision(header, "exact" if verify == "exact" else "full")
         self.reader, self.model, self.sampling, self.on_event = reader, model, sampling, on_event
+        self.verify: Verify = verify
+        # Without a draft there is nothing to verify on the way to the target.
+        self.stages = STAGES[verify][-1:] if speculate == "off" else STAGES[verify]
         self.auto = speculate == "auto"
-        # Positions before `base` stay as fetched; the model runs those from it on.
-        self.base = header.tokens.stop
-        self.suffix_ids = suffix_ids
-        self.history = self._cached_ids() if sampling.needs_history or not suffix_ids else []
-        if not suffix_ids:
-            self.base -= 1
-            self.suffix_ids = self.history[-1:]
-            self.history = self.history[:-1]
-        check_prompt(model, self.suffix_ids)
-        room = self._room(max_new_tokens)
-        self.max_draft_tokens = min(_draft_tokens(speculate), room)
-        self.text = GrowingText(model.to_text, eos_token_ids=model.eos_token_ids, stop=stop, max_tokens=room)
+        prompt = place(
+            reader,
+            model,
+            suffix_ids,
+            max_new_tokens=max_new_tokens,
+            needs_history=sampling.needs_history,
+            use_logits=verify == "exact",
+        )
+        self.base, self.suffix_ids, self.history = prompt.base, prompt.suffix_ids, prompt.history
+        # New tokens that need no KV: one, where the logits that the cache stores give it.
+        self.given_tokens = 0 if prompt.suffix_ids else 1
+        self.max_draft_tokens = prompt.room_tokens - self.given_tokens
+        self.stage_tokens = {precision: _draft_tokens(speculate, precision) for precision in AUTO_DRAFT_TOKENS}
+        self.text = GrowingText(
+            model.to_text, eos_token_ids=model.eos_token_ids, stop=stop, max_tokens=prompt.room_tokens
+        )
         self.cache = model.new_cache(
             header.tokens.stop,
-            len(self.suffix_ids) + room,
+            len(self.suffix_ids) + prompt.room_tokens,
             layers=header.layers,
             # Draft and verification both run before a sliding layer may move.
-            rollback_tokens=2 * (len(self.suffix_ids) + self.max_draft_tokens + 1),
+            rollback_tokens=2 * (len(self.suffix_ids) + self._longest_draft() + 1),
         )
+        if verify == "exact":
+            check_exact_destination(header, self.cache.target(0, next(iter(header.layers[0].tensors))).dtype)
         self.decoder = CacheDecoder(header, self.cache)
         self.generator = sampling.generator(model.device)
         self.draft = Draft()
+        self.draft_stream = TextStream(model.to_text)
         self.draft_text: list[str] = []
-        self.accepted = 0
-        self.bytes_residual = 0
+        # Tokens that each verification looked at, and those it let pass.
+        self.outcomes: list[tuple[int, int]] = []
+        self.aside: dict[tuple[int, TensorName], Tensor] = {}
+        self.bytes_anchor = 0
         self.peak_parts: dict[str, int] = {}
-        self.anchor_s = 0.0
+        self.complete_s: dict[Precision, float] = {}
         self.first_draft_s: float | None = None
-        self.full_s: float | None = None
+        self.first_provisional_s: float | None = None
         self.first_verified_s: float | None = None
+
+    @property
+    def target_reached(self) -> bool:
+        """Whether the cache holds what the text is to be verified against."""
+        return self.decoder.complete(self.stages[-1])
+
+    def take_first_from_logits(self) -> None:
+        """The original's next token, if the prompt ends with the cache: no KV is needed to tell it."""
+        if not self.given_tokens:
+            return
+        stored = self.reader.logits()
+        assert stored is not None
+        self.bytes_anchor = self.reader.anchor_head.header_bytes + stored.nbytes
+        logits = torch.from_numpy(stored.copy()).to(self.model.device)
+        self._measure(logits=logits.nbytes)
+        token = draw(self.sampling.distribution(logits, self._history([])), self.generator)
+        self._stand([token])
+        self.suffix_ids = [token]
+        self.draft_stream = self._new_stream()
 
     def decode_anchor(self) -> None:
         """Fetch the Anchor into the cache."""
@@ -141,109 +197,184 @@ class _Run:
                 self.on_event(AnchorProgress(anchor.bytes_done, total))
         self.on_event(AnchorProgress(total, total))
         assert self.decoder.complete_anchor
-        self.anchor_s = self._now()
+        self.bytes_anchor = total
+        self.complete_s["anchor"] = self._now()
+        self._swap_last()
 
-    def draft_while_refining(self, residual: SegmentStream) -> None:
+    def draft_while_refining(self, residual: SegmentStream, precision: Precision) -> None:
         """Propose tokens on the cache as it is, refining it between model steps with what has arrived."""
 
         def go_on() -> bool:
             self._refine(residual, residual.ready())
-            return not (self.auto and residual.done)
+            return not (self.auto and self.decoder.complete(precision))
 
-        if not self.max_draft_tokens:
+        limit = min(self.max_draft_tokens, len(self.draft.token_ids) + self.stage_tokens[precision])
+        if len(self.draft.token_ids) >= limit or self.draft.ended(self.model.eos_token_ids):
             return
         self.on_event(Phase("draft"))
-        stream = TextStream(self.model.to_text)
         for token in propose(
             self.model,
             self.cache,
-            self.suffix_ids,
+            self.draft.token_ids[-1:] or self.suffix_ids,
             self.draft,
             history=self._history([]),
             sampling=self.sampling,
             generator=self.generator,
-            max_tokens=self.max_draft_tokens,
+            max_tokens=limit,
             go_on=go_on,
         ):
-            if self.first_draft_s is None:
+            if self.first_draft_s is None and not self.outcomes:
                 self.first_draft_s = self._now()
             self._measure(in_flight=residual.bytes_in_flight, logits=self.draft.q[-1].nbytes)
-            self.draft_text.append(stream.push(token))
+            self.draft_text.append(self.draft_stream.push(token))
             self.on_event(Drafted(token, self.draft_text[-1]))
 
-    def refine_rest(self, residual: SegmentStream) -> None:
-        """Wait for the rest of the Residual."""
-        if not residual.done:
+    def refine_rest(self, residual: SegmentStream, precision: Precision) -> None:
+        """Wait until the cache has this precision."""
+        if not self.decoder.complete(precision):
             self.on_event(Phase("refine"))
-        for payload in residual:
-            self._refine(residual, [payload])
-        assert self.decoder.complete_full
-        self.full_s = self._now()
-        self.bytes_residual = self.reader.bytes_residual
-        self.on_event(ResidualProgress(self.bytes_residual, self.bytes_residual))
+        while not (self.decoder.complete(precision) or residual.done):
+            self._refine(residual, residual.wait())
+        assert self.decoder.complete(precision)
+        if self.target_reached:
+            self.on_event(ResidualProgress(self._residual_total, self._residual_total))
 
-    def verify_draft(self) -> None:
-        """One pass over suffix and draft on the cache as it now is; what the draft left in it is overwritten.
+    def verify_provisionally(self) -> None:
+        """What passes the cache as it now is, correction included, becomes the draft that the target verifies.
 
-        Without a draft this is the first step of plain decoding.
+        Its distributions are those of this pass: whatever it was drawn from before, it now follows them.
         """
         drafted = self.draft.token_ids
-        self.on_event(Phase("verify" if drafted else "decode"))
-        self.cache.rollback(self.base)
-        logits = self.model.step(self.cache, [*self.suffix_ids, *drafted], rows=len(drafted) + 1)
-        self._measure(logits=logits.nbytes)
-        outcome = accept(
-            drafted,
-            self.draft.q,
-            lambda count: self.sampling.distribution(logits[count], self._history(drafted[:count])),
-            self.generator,
-        )
-        self.cache.rollback(self.base + len(self.suffix_ids) + outcome.accepted)
+        outcome, p = self._pass_over_draft()
+        passed = drafted[: outcome.accepted]
+        if outcome.accepted < len(drafted) or not self.draft.ended(self.model.eos_token_ids):
+            passed = [*passed, outcome.next_token][: self.max_draft_tokens]
+        self._count(len(drafted), outcome.accepted)
+        self.draft = Draft(passed, p[: len(passed)])
+        self.draft_stream = self._new_stream()
+        self.draft_text = [self.draft_stream.push(token) for token in passed]
+        self.first_provisional_s = self._now()
+        self.on_event(Provisional(list(passed), "".join(self.draft_text)))
+
+    def verify_draft(self) -> None:
+        """What passes the target stands. Without a draft this is the first step of plain decoding."""
+        drafted, before = self.draft.token_ids, len(self.text.token_ids)
+        outcome, _ = self._pass_over_draft()
         self._stand(drafted[: outcome.accepted])
-        self.accepted = len(self.text.token_ids)
-        if self.accepted < len(drafted):
-            self.on_event(Rejected(drafted[self.accepted :], "".join(self.draft_text[self.accepted :])))
+        self._count(len(drafted), len(self.text.token_ids) - before)
         if not self.text.stopped:
             self._stand([outcome.next_token])
         self.draft = Draft()
 
     def decode_on(self) -> None:
         """Plain decoding, one token at a time."""
-        if not self.text.stopped and self.max_draft_tokens:
+        if not self.text.stopped and self.outcomes[-1][0]:
             self.on_event(Phase("decode"))
         while not self.text.stopped:
             logits = self.model.step(self.cache, self.text.token_ids[-1:])
-            p = self.sampling.distribution(logits[0], self._history(self.text.token_ids))
+            p = self.sampling.distribution(logits[0], self._history(self.text.token_ids[self.given_tokens :]))
             self._stand([draw(p, self.generator)])
 
     def result(self) -> GenerateResult:
         """What `generate` returns."""
         assert self.text.stopped is not None
         assert self.first_verified_s is not None
-        header = self.reader.header
+        (drafted, accepted), (provisional, accepted_exact) = [*self.outcomes, (0, 0), (0, 0)][:2]
         return GenerateResult(
             text=self.text.text,
             token_ids=self.text.token_ids,
-            precision="full" if header.residual is None or self.full_s is not None else "anchor",
-            drafted=len(self.draft_text),
-            accepted=self.accepted,
-            anchor_s=self.anchor_s,
+            precision=self._precision(),
+            drafted=drafted,
+            accepted=accepted,
+            provisional=provisional,
+            accepted_exact=accepted_exact,
+            anchor_s=self.complete_s.get("anchor"),
             first_draft_s=self.first_draft_s,
-            full_s=self.full_s,
+            full_s=self.complete_s.get("full"),
+            first_provisional_s=self.first_provisional_s,
+            exact_s=self.complete_s.get("exact"),
             first_verified_s=self.first_verified_s,
             total_s=self._now(),
-            bytes_anchor=self.reader.bytes_anchor,
-            bytes_residual=self.bytes_residual,
+            bytes_anchor=self.bytes_anchor,
+            bytes_residual=self.reader.bytes_residual if "full" in self.complete_s else 0,
+            bytes_exact=self.reader.bytes_exact if "exact" in self.complete_s else 0,
             peak_bytes=sum(self.peak_parts.values()),
             peak_parts=self.peak_parts,
             stopped=self.text.stopped,
         )
 
+    def _pass_over_draft(self) -> tuple[Acceptance, list[Tensor]]:
+        """One pass over suffix and draft on the cache as it now is; what the draft left in it is overwritten.
+
+        Returns what the acceptance rule says, and p [V] for each accepted token and the one after them.
+        """
+        drafted = self.draft.token_ids
+        self.on_event(Phase("verify" if drafted else "decode"))
+        self.cache.rollback(self.base)
+        logits = self.model.step(self.cache, [*self.suffix_ids, *drafted], rows=len(drafted) + 1)
+        self._measure(logits=logits.nbytes)
+        rows: list[Tensor] = []
+
+        def p(count: int) -> Tensor:
+            rows.append(self.sampling.distribution(logits[count], self._history(drafted[:count])))
+            return rows[-1]
+
+        outcome = accept(drafted, self.draft.q, p, self.generator)
+        self._measure(logits=logits.nbytes + sum(row.nbytes for row in rows))
+        self.cache.rollback(self.base + len(self.suffix_ids) + outcome.accepted)
+        return outcome, rows
+
+    def _count(self, drafted: int, accepted: int) -> None:
+        """Keep the figures of a verification, and report what did not pass."""
+        self.outcomes.append((drafted, accepted))
+        if accepted < drafted:
+            self.on_event(Rejected(self.draft.token_ids[accepted:], "".join(self.draft_text[accepted:])))
+
     def _refine(self, residual: SegmentStream, payloads: Sequence[SegmentPayload]) -> None:
+        self._swap_last()
         for payload in payloads:
             self.decoder.refine(payload)
             self._measure(in_flight=residual.bytes_in_flight + payload.raw.nbytes)
-            self.on_event(ResidualProgress(residual.bytes_done, self.reader.bytes_residual))
+            self.on_event(ResidualProgress(residual.bytes_done, self._residual_total))
+        self._swap_last()
+        for precision in STAGES[self.verify]:
+            if self.decoder.complete(precision):
+                self.complete_s.setdefault(precision, self._now())
+
+    def _swap_last(self) -> None:
+        """Stored values of cached positions that the model runs again, against what it wrote there.
+
+        Exact values are found from full ones, so that these must be there when they are corrected.
+        """
+        if self.base == self.reader.header.tokens.stop:
+            return
+        for number, layer in enumerate(self.reader.header.layers):
+            for name in layer.tensors:
+                place = self.cache.target(number, name)[:, self.base - layer.start :]
+                written = place.clone()
+                place.copy_(self.aside.get((number, name), written))
+                self.aside[number, name] = written
+
+    @property
+    def _residual_total(self) -> int:
+        return self.reader.bytes_residual + (self.reader.bytes_exact if self.verify == "exact" else 0)
+
+    def _precision(self) -> Precision:
+        """Of the cache that the text follows."""
+        if self.verify == "exact":
+            return "exact"
+        return "full" if self.decoder.complete_full else "anchor"
+
+    def _new_stream(self) -> TextStream:
+        """Text that goes on after what stands."""
+        stream = TextStream(self.model.to_text)
+        for token in self.text.token_ids:
+            stream.push(token)
+        return stream
+
+    def _longest_draft(self) -> int:
+        """Tokens a draft can reach: each stage adds its own and the correction of the one before."""
+        return min(self.max_draft_tokens, sum(self.stage_tokens[stage] + 1 for stage in self.stages))
 
     def _stand(self, token_ids: Sequence[int]) -> None:
         """Add tokens to the verified text, as far as it goes on."""
@@ -262,31 +393,6 @@ class _Run:
         """Ids of all tokens before the next one; not put together where sampling does not look at them."""
         return [*self.history, *self.suffix_ids, *new_ids] if self.sampling.needs_history else []
 
-    def _cached_ids(self) -> list[int]:
-        ids = self.reader.token_ids()
-        if ids is None:
-            raise InputError(
-                "the cache does not store its token ids, which an empty suffix and a repetition penalty need",
-                hint="give a suffix and no repetition penalty, or encode the cache with its token ids",
-            )
-        return [int(token) for token in ids]
-
-    def _room(self, max_new_tokens: int) -> int:
-        """New tokens that fit the model's context, `max_new_tokens` at most."""
-        if max_new_tokens < 1:
-            raise InputError(f"max_new_tokens is {max_new_tokens}", hint="ask for at least one token")
-        limit = self.model.context_tokens
-        if limit is None:
-            return max_new_tokens
-        room = limit - self.base - len(self.suffix_ids)
-        if room < 1:
-            raise InputError(
-                f"{self.base} cached tokens and a suffix of {len(self.suffix_ids)} leave no room in the model's "
-                f"context of {limit}",
-                hint="shorten the suffix or encode a shorter prompt",
-            )
-        return min(max_new_tokens, room)
-
     def _measure(self, *, in_flight: int = 0, logits: int = 0) -> None:
         parts = {
             "cache": self.cache.nbytes,
@@ -301,10 +407,10 @@ class _Run:
         return time.perf_counter() - self.reader.opened_at
 
 
-def _draft_tokens(speculate: object) -> int:
-    """The longest draft that an option allows."""
+def _draft_tokens(speculate: object, precision: Precision) -> int:
+    """The most tokens that an option lets a stage propose."""
     if speculate == "auto":
-        return AUTO_DRAFT_TOKENS
+        return AUTO_DRAFT_TOKENS[precision]
     if speculate == "off":
         return 0
     if not isinstance(speculate, int) or speculate < 1:

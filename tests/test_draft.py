@@ -58,6 +58,26 @@ def test_each_distribution_sees_the_draft_before_it(model: Model) -> None:
     assert not set(draft.token_ids) & {5, 6, 7}
 
 
+def test_a_draft_can_go_on_where_it_ended(model: Model) -> None:
+    whole = run(model, [5, 6, 7])
+    cache, draft = model.new_cache(0, 300), Draft()
+    for pending, start, stop in (([5, 6, 7], 0, 2), (whole.token_ids[1:2], 2, 6)):
+        tokens = propose(
+            model,
+            cache,
+            pending,
+            draft,
+            history=[],
+            sampling=Sampling(),
+            generator=torch.Generator().manual_seed(0),
+            max_tokens=stop,
+            go_on=lambda: True,
+        )
+        assert list(tokens) == whole.token_ids[start:stop]
+    assert draft.token_ids == whole.token_ids
+    assert len(draft.q) == 6
+
+
 def test_it_ends_when_told_to_even_inside_the_suffix(model: Model) -> None:
     answers = iter([True, True, False])
     suffix = [5] * (2 * SUFFIX_CHUNK_TOKENS + 1)

@@ -80,6 +80,16 @@ def test_ready_never_blocks(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert stream.ready() == []
 
 
+def test_waiting_gives_the_next_segments_until_there_are_none(url: str, small_ranges: None) -> None:
+    with lynxkv.open(url) as reader:
+        stream = reader.start_residual()
+        names = []
+        while payloads := stream.wait():
+            names += [payload.segment.plan.name for payload in payloads]
+        assert stream.done
+        assert names == [item.plan.name for item in reader.read_residual_head().segments]
+
+
 def test_one_damaged_answer_is_read_again(url: str, small_ranges: None, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[tuple[str, int]] = set()
 

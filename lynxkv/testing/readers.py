@@ -13,7 +13,7 @@ class ScriptedReader(CacheReader):
     """Reads a real cache, but its Residual arrives in steps.
 
     Each call of `ready()` delivers the next number of segments in `arrivals`, none after the list has run out; what is
-    left comes when the stream is iterated. With `fail_after`, the stream fails after that many segments.
+    left comes, one by one, when it is waited for. With `fail_after`, the stream fails after that many segments.
     """
 
     def __init__(self, url: str, *, arrivals: list[int] | None = None, fail_after: int | None = None) -> None:
@@ -21,9 +21,9 @@ class ScriptedReader(CacheReader):
         self.arrivals = arrivals or []
         self.fail_after = fail_after
 
-    def start_residual(self) -> Any:
+    def start_residual(self, *, exact: bool = False) -> Any:
         """A stream with the interface of `SegmentStream`."""
-        return _ScriptedStream(list(super().start_residual()), self.arrivals, self.fail_after)
+        return _ScriptedStream(list(super().start_residual(exact=exact)), self.arrivals, self.fail_after)
 
 
 class _ScriptedStream:
@@ -46,6 +46,9 @@ class _ScriptedStream:
     def ready(self) -> list[SegmentPayload]:
         count = self._arrivals.pop(0) if self._arrivals else 0
         return [self._take() for _ in range(min(count, len(self._payloads) - self._next))]
+
+    def wait(self) -> list[SegmentPayload]:
+        return [] if self.done else [self._take()]
 
     def __iter__(self) -> Iterator[SegmentPayload]:
         while not self.done:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from lynxkv.decoder import CacheDecoder
+from lynxkv.decoder import CacheDecoder, check_exact_destination, check_precision
 from lynxkv.errors import IdentityError, InputError
 from lynxkv.fetch import open_cache
 from lynxkv.identity import check_identity
@@ -220,17 +220,21 @@ class LynxCache(Cache):
 
         Raises:
             IdentityError: it belongs to another model.
+            InputError: exact precision is asked of a cache or a model that does not hold it.
             CacheNotFoundError, FetchError, FormatError: it cannot be fetched or is damaged.
         """
         with open_cache(url, link=link) as reader:
             header = reader.header
+            check_precision(header, precision)
             check_identity(header.identity, model.identity)
             cache = cls.allocate(model, header.tokens.stop, new_tokens, layers=header.layers)
+            if precision == "exact":
+                check_exact_destination(header, model.hf.dtype)
             decoder = CacheDecoder(header, cache)
             for payload in reader.stream_anchor():
                 decoder.anchor(payload)
-            if precision == "full" and header.residual is not None:
-                for payload in reader.start_residual():
+            if precision != "anchor" and header.residual is not None:
+                for payload in reader.start_residual(exact=precision == "exact"):
                     decoder.refine(payload)
         return cache
 
