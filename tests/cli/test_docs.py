@@ -90,3 +90,13 @@ def links() -> list[tuple[Path, str]]:
 @pytest.mark.parametrize(("page", "target"), links(), ids=lambda value: str(getattr(value, "name", value)))
 def test_links_lead_somewhere(page: Path, target: str) -> None:
     assert (page.parent / target).exists()
+
+
+def test_the_page_on_structure_names_every_module() -> None:
+    text = (ROOT / "docs" / "structure.md").read_text("utf-8")
+    library = ROOT / "lynxkv"
+    modules = [path.name for path in library.glob("*.py") if not path.name.startswith("_")]
+    folders = [f"{path.name}/" for path in library.iterdir() if (path / "__init__.py").exists()]
+    assert [name for name in modules + folders if f"`{name}" not in text] == []
+    listed = re.findall(r"`([a-z_]+\.py)`", text.partition("## The modules")[2].partition("Beside the library")[0])
+    assert [name for name in listed if not (library / name).exists()] == []
