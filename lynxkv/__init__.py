@@ -112,9 +112,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, attribute = _LAZY[name].rpartition(".")
-    value = getattr(importlib.import_module(module), attribute)
-    globals()[name] = value
-    return value
+    return getattr(importlib.import_module(module), attribute)
 
 
 def __dir__() -> list[str]:

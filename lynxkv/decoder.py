@@ -129,6 +129,7 @@ class CacheDecoder:
 
         Raises:
             ContentError: it holds what the SPEC forbids.
+            InputError: exact values do not fit the destination's dtype.
         """
         if payload.segment.plan.part == "exact":
             self._correct(payload)
@@ -153,8 +154,13 @@ class CacheDecoder:
         ref, tokens = payload.segment.coded
         start = ref.sinks + tokens.first_token
         out = self._destination.target(ref.layer, ref.name)[:, start : start + tokens.tokens]
-        # The destination holds values of the declared dtype, however wide it is itself: this cast is exact.
         dtype = TORCH_DTYPES[self.header.dtype]
+        if out.dtype not in (dtype, torch.float32):
+            raise InputError(
+                f"a {out.dtype} destination cannot hold the exact values of a {self.header.dtype} cache",
+                hint="load the model in float32 or in the cache's own dtype",
+            )
+        # The destination holds values of the declared dtype, however wide it is itself: this cast is exact.
         full = out.to("cpu", dtype).contiguous().view(torch.int16).numpy().view(np.uint16).reshape(-1)
         try:
             patterns = unpack_exact(payload.raw, full, self.header.dtype)

@@ -190,6 +190,22 @@ def test_exact_is_refused_where_it_is_not(tmp_path: Path) -> None:
         lynxkv.load(url, precision="exact")
 
 
+def test_exact_needs_a_destination_that_holds_it(tmp_path: Path) -> None:
+    kv = random_kv()
+    url = str(tmp_path / "a.lynx")
+    lynxkv.encode(kv, url, exact=True)
+    with lynxkv.open(url) as reader:
+        destination = KVDestination(reader.header)
+        for layer in destination.kv.layers:
+            layer.tensors = {name: tensor.to(torch.float16) for name, tensor in layer.tensors.items()}
+        decoder = CacheDecoder(reader.header, destination)
+        for payload in reader.stream_anchor():
+            decoder.anchor(payload)
+        with pytest.raises(lynxkv.InputError, match="cannot hold"):
+            for payload in reader.start_residual(exact=True):
+                decoder.refine(payload)
+
+
 def test_full_precision_does_not_fetch_the_exact_arrays(tmp_path: Path) -> None:
     url = str(tmp_path / "a.lynx")
     report = lynxkv.encode(random_kv(), url, exact=True)

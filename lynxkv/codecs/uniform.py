@@ -49,11 +49,12 @@ class Uniform(Codec):
 
     def tables(self, x: Tensor, tensor: TensorName) -> EntropyTables:
         rows = x.transpose(1, 2).reshape(-1, x.shape[1])
-        mean = round_to(rows.mean(1, dtype=torch.float64).to(torch.float32), "bf16").to(torch.float32)
-        centred = rows - mean[:, None]
-        # Relative to the peak, so that no square overflows.
-        peak = max(float(centred.abs().max()), _MIN_STEP)
-        variance = (centred / peak).square().mean(1)
+        true_mean = rows.mean(1, dtype=torch.float64).to(torch.float32)
+        mean = round_to(true_mean, "bf16").to(torch.float32)
+        # Relative to the peak, so that no square overflows; about the true mean, so that a large bias, which bf16 holds
+        # coarsely, does not pass for spread.
+        peak = max(float((rows - mean[:, None]).abs().max()), _MIN_STEP)
+        variance = ((rows - true_mean[:, None]) / peak).square().mean(1)
         spread = peak * float(variance.mean().sqrt())
         relative = self.value_step if tensor == "v" else self.key_step
         step = np.float32(max(relative * spread, peak / _MAX_INDEX, _MIN_STEP))
