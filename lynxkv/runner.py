@@ -93,11 +93,12 @@ def generate(
         if run.stages and reader.header.residual is not None:
             with closing(reader.start_residual(exact=verify == "exact")) as residual:
                 for precision in run.stages:
+                    if run.decoder.complete(precision):
+                        continue
                     run.draft_while_refining(residual, precision)
                     run.refine_rest(residual, precision)
-                    if run.target_reached:
-                        break
-                    run.verify_provisionally()
+                    if not run.target_reached:
+                        run.verify_provisionally()
         run.decoder.release()
         run.verify_draft()
         run.decode_on()

@@ -110,6 +110,16 @@ def test_greedy_text_is_that_of_the_original(family: str, url: str) -> None:
     assert rejected[True]
 
 
+def test_a_cache_whose_anchor_is_full_has_one_stage(llama: Model, url: str) -> None:
+    want = plain_decoding(llama, make_cache(llama, url, codec="int4"), [5, 6], NEW_TOKENS)
+    for speculate in (4, "auto"):
+        with ScriptedReader(url) as reader:
+            got = generate(reader, llama, [5, 6], max_new_tokens=NEW_TOKENS, speculate=speculate, verify="exact")
+        assert got.token_ids == want
+        assert (got.provisional, got.first_provisional_s) == (0, None)
+        assert got.drafted > 0
+
+
 @pytest.mark.parametrize("arrivals", [[], [7, 0, 0, 2, 1, 3], [0, 3, 3, 0, 2, 2, 0, 2], [100], [0, 100], [8, 3]])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("suffix", [[], [5, 6]])

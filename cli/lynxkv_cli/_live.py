@@ -71,6 +71,12 @@ class LiveText:
         self._draft += printable(text)
         self._redraw()
 
+    def replace(self, text: str) -> None:
+        """Put other text that may yet be replaced in the place of the draft."""
+        self._rejected = ""
+        self._draft = printable(text)
+        self._redraw()
+
     def reject(self, text: str) -> None:
         """Show that the rest of the draft was wrong; it goes at the next change."""
         self._draft = ""

@@ -30,7 +30,7 @@ Model = Annotated[
 ]
 
 Dtype = Literal["bf16", "fp16", "fp32"]
-Verify = Literal["full", "none"]
+Verify = Literal["none", "full", "exact"]
 LINK_FORM = "write it like 200mbit or 1gbit/20ms"
 
 

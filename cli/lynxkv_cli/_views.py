@@ -5,9 +5,27 @@ from __future__ import annotations
 import sys
 from typing import Protocol, TextIO
 
-from lynxkv.events import AnchorProgress, Drafted, Event, Phase, Rejected, ResidualProgress, Verified
+from lynxkv.events import (
+    AnchorProgress,
+    Drafted,
+    Event,
+    Phase,
+    PhaseName,
+    Provisional,
+    Rejected,
+    ResidualProgress,
+    Verified,
+)
 from lynxkv_cli._live import LiveText
 from lynxkv_cli._output import size
+
+PHASES: dict[PhaseName, str] = {
+    "anchor": "fetching the Anchor",
+    "draft": "drafting on the Anchor",
+    "refine": "fetching the Residual",
+    "verify": "verifying the draft",
+    "decode": "decoding",
+}
 
 
 class View(Protocol):
@@ -64,6 +82,8 @@ class TerminalView:
         match event:
             case Drafted():
                 self._live.draft(event.text)
+            case Provisional():
+                self._live.replace(event.text)
             case Verified():
                 self._live.verify(event.text)
             case Rejected():
@@ -73,7 +93,7 @@ class TerminalView:
             case ResidualProgress():
                 self._status(f"fetching the Residual: {size(event.bytes)} of {size(event.total)}")
             case Phase():
-                self._status(event.name)
+                self._status(PHASES[event.name])
 
     def finish(self) -> None:
         """Leave only verified text."""

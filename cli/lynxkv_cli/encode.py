@@ -16,11 +16,13 @@ from lynxkv_cli._options import Dtype, Json, Model, Quiet, read_text
 from lynxkv_cli._output import Output, seconds, size
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from lynxkv.kv import KV
     from lynxkv.layout import Identity
 
-    # The cache, whose it is, and the seconds that the prefill took.
-    Source = tuple[KV, Identity | None, float | None]
+    # The cache, whose it is, the logits of its last position and the seconds that the prefill took.
+    Source = tuple[KV, Identity | None, Tensor | None, float | None]
 
 HELP = """Example: lynxkv encode @README.md --model smollm2 --out readme.lynx
 
@@ -61,6 +63,9 @@ def encode(
         int, typer.Option(metavar="N", min=1, help="Tokens a prefill step; bounds its memory.")
     ] = 512,
     exact: Annotated[bool, typer.Option("--exact", help="Add what leads back to the original's very bits.")] = False,
+    logits: Annotated[
+        bool, typer.Option("--logits", help="Store the last position's logits: they give the prompt's next token.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a cache that is there already.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -73,6 +78,8 @@ def encode(
             raise UsageProblem("a prompt needs a model", hint="add --model smollm2")
         source = partial(_prefilled, read_text(prompt, name="a prompt"), model, chunk_tokens, output)
     elif from_file is not None and prompt is None:
+        if logits:
+            raise UsageProblem("--logits needs a prompt", hint="a KV file has no logits; leave --logits out")
         source = partial(_dumped, from_file, model, output)
     else:
         hint = "lynxkv encode @README.md --model smollm2 --out readme.lynx"
@@ -85,7 +92,7 @@ def encode(
     # What can be refused without the model is refused before it is loaded.
     method = get_codec(codec)
     Store(out).check_target(overwrite=force)
-    kv, identity, prefill_s = source()
+    kv, identity, last_logits, prefill_s = source()
     started = time.monotonic()
     with output.progress() as progress:
         report = lynxkv.encode(
@@ -95,6 +102,7 @@ def encode(
             dtype=dtype,
             identity=identity,
             exact=exact,
+            logits=last_logits if logits else None,
             store_token_ids=token_ids,
             overwrite=force,
             progress=progress,
@@ -132,8 +140,10 @@ def _prefilled(text: str, model_ref: str, chunk_tokens: int, output: Output) -> 
     ids = open_turn(model.tokenizer, text)
     started = time.monotonic()
     with output.progress() as progress:
-        kv = lynxkv.prefill(model, ids, chunk_tokens=chunk_tokens, progress=partial(progress, "prefill"))
-    return kv, model.identity, time.monotonic() - started
+        filled = lynxkv.prefill_with_logits(
+            model, ids, chunk_tokens=chunk_tokens, progress=partial(progress, "prefill")
+        )
+    return filled.kv, model.identity, filled.logits, time.monotonic() - started
 
 
 def _dumped(path: Path, model_ref: str | None, output: Output) -> Source:
@@ -142,6 +152,6 @@ def _dumped(path: Path, model_ref: str | None, output: Output) -> Source:
 
     kv = kv_from_safetensors(path)
     if model_ref is None:
-        return kv, None, None
+        return kv, None, None, None
     # Another tool made the prompt, so whether it ends inside a user turn is not known.
-    return kv, replace(lynxkv.load_model(model_ref, report=output.note).identity, turn=None), None
+    return kv, replace(lynxkv.load_model(model_ref, report=output.note).identity, turn=None), None, None

@@ -49,7 +49,10 @@ def generate(
     ] = "auto",
     verify: Annotated[
         Verify,
-        typer.Option(help="full: the text of the full cache; none: keep the draft, fetch no Residual."),
+        typer.Option(
+            help="full: the text of the full cache; exact: of the original, needs encode --exact; none: decode on the "
+            "Anchor, fetch no Residual."
+        ),
     ] = "full",
     link: Annotated[
         str | None,
@@ -67,6 +70,10 @@ def generate(
 
     with lynxkv.open(url) as reader:
         identity = reader.header.identity
+        if verify == "exact":
+            from lynxkv.decoder import check_precision
+
+            check_precision(reader.header, verify)
     ref = model or _model_of(url, identity)
 
     from lynxkv.identity import check_identity
@@ -116,10 +123,18 @@ def _model_of(url: str, identity: Identity) -> str:
 def summary(result: GenerateResult) -> str:
     """The figures of a run, for people."""
     share = f" ({result.accepted / result.drafted:.0%})" if result.drafted else ""
+    second, exact = "", ""
+    if result.first_provisional_s is not None:
+        second = (
+            f"provisional {result.provisional}, accepted {result.accepted_exact}; "
+            f"first provisional token {seconds(result.first_provisional_s)}\n"
+        )
+    if result.bytes_exact:
+        exact = f", exact {size(result.bytes_exact)}"
     return (
-        f"drafted {result.drafted}, accepted {result.accepted}{share}; "
+        f"drafted {result.drafted}, accepted {result.accepted}{share}\n"
         f"first draft token {seconds(result.first_draft_s)}, first verified token {seconds(result.first_verified_s)}, "
         f"all {len(result.token_ids)} tokens {seconds(result.total_s)}\n"
-        f"Anchor {size(result.bytes_anchor)}, Residual {size(result.bytes_residual)}; "
-        f"peak memory {size(result.peak_bytes)}"
+        f"{second}Anchor {size(result.bytes_anchor)}, Residual {size(result.bytes_residual)}{exact}; "
+        f"peak memory {size(result.peak_bytes)} beside the model"
     )

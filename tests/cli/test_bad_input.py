@@ -161,6 +161,9 @@ class TestEncode:
     def test_no_output(self, lynx: Lynx, dump: Path) -> None:
         refused(lynx("encode", "--from", dump), 2, "--out")
 
+    def test_logits_of_a_kv_file(self, lynx: Lynx, dump: Path, tmp_path: Path) -> None:
+        refused(lynx("encode", "--from", dump, "--logits", "--out", tmp_path / "x.lynx"), 2, "--logits")
+
     def test_a_prompt_file_that_is_not_there(self, lynx: Lynx, tmp_path: Path) -> None:
         done = lynx("encode", f"@{tmp_path}/missing.txt", "--model", "smollm2", "--out", tmp_path / "x.lynx")
         refused(done, 2, "missing.txt")
@@ -258,6 +261,10 @@ class TestGenerate:
     def test_a_number_that_the_sampler_refuses(self, lynx: Lynx, published: Path, option: str, value: object) -> None:
         done = lynx("generate", published, "--model", "smollm2", "--prompt", "Why?", f"{option}={value}")
         refused(done, 1, option.strip("-").replace("-", "_"))
+
+    def test_a_cache_without_exact_section(self, lynx: Lynx, published: Path) -> None:
+        done = lynx("generate", published, "--model", "smollm2", "--prompt", "Why?", "--verify", "exact")
+        refused(done, 1, "no exact section")
 
     def test_no_question(self, lynx: Lynx, published: Path) -> None:
         refused(lynx("generate", published), 2, "--prompt")

@@ -75,6 +75,19 @@ def test_wrong_tokens_are_struck_through_then_replaced(terminal: Terminal) -> No
     assert terminal.lines() == ["It is Monday"]
 
 
+def test_provisional_text_takes_the_place_of_the_draft(terminal: Terminal) -> None:
+    live = LiveText(terminal)
+    live.draft("It is Tuesday today")
+    live.reject(" Tuesday today")
+    live.replace("It is Monday")
+    live.draft(" again")
+    assert terminal.marked("strikethrough") == ""
+    assert terminal.marked("italics").replace(" ", "") == "ItisMondayagain"
+    live.verify("It is Monday")
+    live.finish()
+    assert terminal.lines() == ["It is Monday"]
+
+
 def test_the_status_line_goes_below_and_leaves_nothing(terminal: Terminal) -> None:
     live = LiveText(terminal)
     live.status("anchor 40 %")
