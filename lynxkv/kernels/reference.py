@@ -73,9 +73,9 @@ def quantize_fixed(x: Tensor, coding: FixedCoding, tables: FixedTables) -> tuple
     if coding.page_tokens:
         page = _runs(tokens, coding.page_tokens)
         high, low = _extremes(rows, coding.page_tokens)
-        # Halves first: the sum of two large values would overflow.
-        mean = high / 2 + low / 2
-        scale = torch.maximum(high - mean, mean - low)
+        mean = _middle(high, low)
+        # No negative zero, see _middle.
+        scale = torch.maximum(high - mean, mean - low) + 0.0
         parts += [_bytes(mean), _bytes(scale)]
         normal = torch.where(scale[page] > 0, (rows - mean[page]) / scale[page], 0.0)
     chunk = _runs(tokens, coding.chunk_tokens)
@@ -84,7 +84,7 @@ def quantize_fixed(x: Tensor, coding: FixedCoding, tables: FixedTables) -> tuple
         high, low = _extremes(normal, coding.chunk_tokens)
         if coding.group == "token":
             high, low = high.amax(1, keepdim=True), low.amin(1, keepdim=True)
-        offset_codes, offset_values = _chunk_parameter(high / 2 + low / 2, tables.offset, round_up=False)
+        offset_codes, offset_values = _chunk_parameter(_middle(high, low), tables.offset, round_up=False)
         normal = normal - offset_values[chunk]
     peak, _ = _extremes(normal.abs(), coding.chunk_tokens)
     if coding.group == "token":
@@ -150,6 +150,13 @@ def _extremes(rows: Tensor, length: int) -> tuple[Tensor, Tensor]:
         high = torch.cat([high, rest.amax(0, keepdim=True)])
         low = torch.cat([low, rest.amin(0, keepdim=True)])
     return high, low
+
+
+def _middle(high: Tensor, low: Tensor) -> Tensor:
+    """Halves first: the sum of two large values would overflow. Adding 0 leaves no negative zero, so that it does not
+    matter which of two zeros was found to be an extreme.
+    """
+    return high / 2 + low / 2 + 0.0
 
 
 def _chunk_parameter(value: Tensor, table: npt.NDArray[np.float32] | None, *, round_up: bool) -> tuple[U8, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,24 @@ class FixedTables:
         if self.edges is None or self.buckets is None:
             raise TypeError("these tables only decode")
         return self.edges, self.buckets
+
+    @cached_property
+    def cells(self) -> tuple[npt.NDArray[np.uint16], F32, int]:
+        """The search for a bucket, prepared: floats with the same upper 16 bits form a cell.
+
+        The number of edges not above the smallest float of each cell, the edges with infinities after them, and the
+        most edges that lie within one cell: so many comparisons finish the search.
+        """
+        edges, _ = self.quantiser()
+        upper = np.arange(1 << 16, dtype=np.uint32) << 16
+        inner, outer = upper.view(np.float32), (upper | 0xFFFF).view(np.float32)
+        negative = upper >> 31 == 1
+        with np.errstate(invalid="ignore"):
+            below = np.searchsorted(edges, np.where(negative, outer, inner), side="right")
+            within = np.searchsorted(edges, np.where(negative, inner, outer), side="right") - below
+        most = int(within[np.isfinite(inner)].max())
+        padded = np.concatenate([edges, np.full(most, np.inf, np.float32)]).astype(np.float32)
+        return below.astype(np.uint16), padded, most
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,11 +7,24 @@ from torch import Tensor
 
 from lynxkv.kernels import reference
 from lynxkv.kernels.cpu.entropy_dequantize import dequantize_entropy
+from lynxkv.kernels.cpu.entropy_quantize import quantize_entropy
 from lynxkv.kernels.cpu.fixed_dequantize import dequantize_fixed
+from lynxkv.kernels.cpu.fixed_quantize import quantize_fixed
 from lynxkv.kernels.cpu.memory import U8, destination
 from lynxkv.kernels.rounding import TORCH_DTYPES
 from lynxkv.kernels.tables import EntropyTables, FixedTables, Tables
 from lynxkv.layout import Coding, EntropyCoding, FixedCoding, RawCoding, TensorSpec
+
+
+def quantize(x: Tensor, coding: Coding, tables: Tables) -> tuple[U8, U8 | None]:
+    """As `reference.quantize`, with the same codes."""
+    if isinstance(coding, RawCoding):
+        return reference.quantize(x, coding, tables)
+    if isinstance(coding, FixedCoding) and isinstance(tables, FixedTables):
+        return quantize_fixed(x, coding, tables)
+    if isinstance(coding, EntropyCoding) and isinstance(tables, EntropyTables):
+        return quantize_entropy(x, coding, tables)
+    raise TypeError(f"{type(tables).__name__} does not go with {type(coding).__name__}")
 
 
 def dequantize(
@@ -32,6 +45,3 @@ def dequantize(
         dequantize_entropy(anchor, residual, coding, tables, spec, out.shape[1], place)
     else:
         raise TypeError(f"{type(tables).__name__} does not go with {type(coding).__name__}")
-
-
-quantize = reference.quantize

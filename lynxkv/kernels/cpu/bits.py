@@ -88,6 +88,10 @@ def _from_bf16(builder: Any, value: Any) -> Any:
     return builder.bitcast(builder.shl(builder.zext(value, _I32), _i32(16)), _F32)
 
 
+def _upper_half(builder: Any, value: Any) -> Any:
+    return builder.trunc(builder.lshr(builder.bitcast(value, _I32), _i32(16)), _I16)
+
+
 def _from_fp16(builder: Any, value: Any) -> Any:
     """Exponent and mantissa as if they were an f32's, times 2^112: exact, subnormals too. For finite values."""
     wide = builder.zext(value, _I32)
@@ -99,6 +103,7 @@ def _from_fp16(builder: Any, value: Any) -> Any:
 
 bf16_of = _unary(types.float32, types.uint16, _to_bf16)
 fp16_of = _unary(types.float32, types.uint16, _to_fp16)
+upper_half_of = _unary(types.float32, types.uint16, _upper_half)
 f32_of_bf16 = _unary(types.uint16, types.float32, _from_bf16)
 f32_of_fp16 = _unary(types.uint16, types.float32, _from_fp16)
 
@@ -190,23 +195,44 @@ def _finish_rows(
     return into_16 if out.dtype == types.uint16 else into_32
 
 
-def load_row(row: Any, values: Any, kind: int) -> None:
-    """Widen `row`, a u16 or f32 array, to f32 `values`."""
+def load_rows(
+    x: Any, at: int, head_stride: int, token_stride: int, heads: int, dim: int, values: Any, kind: int
+) -> None:
+    """Rows of x, whose u16 or f32 elements `kind` describes, to f32 values [tokens, heads, dim rounded up to 8].
+
+    The padding of `values` is left as it is.
+    """
     raise NotImplementedError("compiled code only")
 
 
-@overload(load_row)
-def _load_row(row: Any, values: Any, kind: Any) -> Any:
-    def from_16(row: Any, values: Any, kind: Any) -> Any:
-        if kind == BF16:
-            for i in range(len(row)):
-                values[i] = f32_of_bf16(row[i])
-        else:
-            for i in range(len(row)):
-                values[i] = f32_of_fp16(row[i])
+@overload(load_rows)
+def _load_rows(
+    x: Any, at: Any, head_stride: Any, token_stride: Any, heads: Any, dim: Any, values: Any, kind: Any
+) -> Any:
+    def from_16(
+        x: Any, at: Any, head_stride: Any, token_stride: Any, heads: Any, dim: Any, values: Any, kind: Any
+    ) -> Any:
+        padded = -(-dim // 8) * 8
+        for i in range(len(values) // padded):
+            start = at + i % heads * head_stride + i // heads * token_stride
+            row = x[start : start + dim]
+            v = values[i * padded : i * padded + dim]
+            if kind == BF16:
+                for d in range(dim):
+                    v[d] = f32_of_bf16(row[d])
+            else:
+                for d in range(dim):
+                    v[d] = f32_of_fp16(row[d])
 
-    def from_32(row: Any, values: Any, kind: Any) -> Any:
-        for i in range(len(row)):
-            values[i] = row[i]
+    def from_32(
+        x: Any, at: Any, head_stride: Any, token_stride: Any, heads: Any, dim: Any, values: Any, kind: Any
+    ) -> Any:
+        padded = -(-dim // 8) * 8
+        for i in range(len(values) // padded):
+            start = at + i % heads * head_stride + i // heads * token_stride
+            row = x[start : start + dim]
+            v = values[i * padded : i * padded + dim]
+            for d in range(dim):
+                v[d] = row[d]
 
-    return from_16 if row.dtype == types.uint16 else from_32
+    return from_16 if x.dtype == types.uint16 else from_32

@@ -83,26 +83,67 @@ def clear(codes: Any) -> None:
 
 
 @jit
-def pack_row(codes: Any, row: int, rows: int, bits: int, data: Any) -> None:
-    """Pack one row of `rows` into `data`; `codes` is u8, as long as the padded row, and zero beyond its codes."""
-    padded = len(codes)
-    plane = 0
-    shift = bits
-    for width in (8, 4, 2, 1):
-        if not bits & width:
-            continue
-        shift -= width
-        row_bytes = padded * width // 8
-        target = data[plane + row * row_bytes : plane + (row + 1) * row_bytes]
-        mask = np.uint8(0xFF >> (8 - width))
-        down = np.uint8(shift)
-        for field in range(8 // width):
-            part = codes[field * row_bytes : (field + 1) * row_bytes]
-            up = np.uint8(field * width)
-            if field == 0:
-                for k in range(row_bytes):
-                    target[k] = np.uint8(part[k] >> down) & mask
-            else:
-                for k in range(row_bytes):
-                    target[k] |= np.uint8(np.uint8(part[k] >> down) & mask) << up
-        plane += rows * row_bytes
+def _collect_4(codes: Any, s: int, data: Any, first: int, step: int) -> None:
+    for row in range(len(codes) // (2 * s)):
+        plane = data[first + row * step : first + row * step + s]
+        low = codes[row * 2 * s : row * 2 * s + s]
+        high = codes[row * 2 * s + s : row * 2 * s + 2 * s]
+        for k in range(s):
+            plane[k] = np.uint8(low[k] & 15) | np.uint8(high[k] << 4)
+            low[k] >>= 4
+            high[k] >>= 4
+
+
+@jit
+def _collect_2(codes: Any, s: int, data: Any, first: int, step: int) -> None:
+    for row in range(len(codes) // (4 * s)):
+        plane = data[first + row * step : first + row * step + s]
+        at = row * 4 * s
+        a, b, c, d = codes[at : at + s], codes[at + s : at + 2 * s], codes[at + 2 * s : at + 3 * s], codes[at + 3 * s :]
+        for k in range(s):
+            plane[k] = np.uint8(a[k] & 3) | np.uint8(np.uint8(b[k] & 3) << 2)
+        for k in range(s):
+            plane[k] |= np.uint8(np.uint8(c[k] & 3) << 4) | np.uint8(d[k] << 6)
+        both = codes[at : at + 4 * s]
+        for k in range(4 * s):
+            both[k] >>= 2
+
+
+@jit
+def _collect_1(codes: Any, s: int, data: Any, first: int, step: int) -> None:
+    for row in range(len(codes) // (8 * s)):
+        plane = data[first + row * step : first + row * step + s]
+        for k in range(s):
+            plane[k] = 0
+        for field in range(8):
+            at = (row * 8 + field) * s
+            part = codes[at : at + s]
+            for k in range(s):
+                plane[k] = np.uint8(plane[k] >> 1) | np.uint8(part[k] << 7)
+                part[k] >>= 1
+
+
+@jit
+def pack_rows(codes: Any, rows: int, padded: int, bits: int, row: int, step: int, data: Any) -> None:
+    """Pack the lowest `bits` of codes [n, padded], u8, as rows row, row + step, ... of the `rows` in `data`.
+
+    What is packed is shifted out of `codes`, as long as `bits` is less than 8; the rest stays.
+    """
+    unit = padded // 8
+    plane = rows * unit * bits
+    if bits & 1:
+        plane -= rows * unit
+        _collect_1(codes, unit, data, plane + row * unit, step * unit)
+    if bits & 2:
+        plane -= rows * unit * 2
+        _collect_2(codes, unit * 2, data, plane + row * unit * 2, step * unit * 2)
+    if bits & 4:
+        plane -= rows * unit * 4
+        _collect_4(codes, unit * 4, data, plane + row * unit * 4, step * unit * 4)
+    if bits & 8:
+        for i in range(len(codes) // padded):
+            at = (row + i * step) * padded
+            target = data[at : at + padded]
+            source = codes[i * padded : (i + 1) * padded]
+            for k in range(padded):
+                target[k] = source[k]

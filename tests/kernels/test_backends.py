@@ -1,0 +1,154 @@
+"""Backends agree: decoding to the bit, encoding to the code, on every setting, shape and dtype."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lynxkv import ContentError, InputError
+from lynxkv.codecs import Codec, get_codec
+from lynxkv.kernels import backend, cpu, dequantize, reference
+from lynxkv.kernels.rounding import TORCH_DTYPES
+from lynxkv.layout import TensorSpec
+from lynxkv.quantization import quantize as quantize_tensor
+
+SETTINGS = [
+    *(get_codec("default", radix=radix) for radix in (1, 2, 3, 5, 6, 8, 10, 16, 32)),
+    *(get_codec("alg1", anchor_bits=a, residual_bits=8 - a) for a in (3, 4, 5, 6)),
+    get_codec("alg1", alpha=100.0, chunk_dtype="f32"),
+    get_codec("alg1-shift"),
+    get_codec("fixed"),
+    get_codec("fixed", anchor_bits=5, residual_bits=2, chunk_tokens=16, page_tokens=48),
+    get_codec("fixed", anchor_bits=7, residual_bits=0),
+    get_codec("int8"),
+    get_codec("int4"),
+]
+IDS = [f"{codec.name}-{number}" for number, codec in enumerate(SETTINGS)]
+SHAPES = [(2, 300, 64), (1, 70, 80), (3, 37, 5), (2, 1, 12), (1, 129, 96), (1, 40, 256), (2, 65, 128)]
+
+
+def tensor(shape: tuple[int, int, int], kind: str, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(shape, generator=generator)
+    match kind:
+        case "outliers":
+            x[:, :, 0] *= 1000
+            x[0, 0, -1] = 3e4
+        case "subnormals":
+            x *= 1e-40 if dtype != torch.float16 else 1e-7
+        case "constant channels":
+            x[:] = 2.5
+        case "zeros of both signs":
+            x = torch.zeros(shape).copysign(x)
+        case "biases":
+            x += 300 * torch.randn(shape[0], 1, shape[2], generator=generator)
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("codec", SETTINGS, ids=IDS)
+@pytest.mark.parametrize(
+    "kind", ["normal", "outliers", "subnormals", "constant channels", "zeros of both signs", "biases"]
+)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_cpu_is_the_reference(codec: Codec, kind: str, dtype: str) -> None:
+    for shape in SHAPES:
+        x = tensor(shape, kind, TORCH_DTYPES[dtype])
+        coding = codec.coding("k", shape[0] * shape[2])
+        tables = codec.tables(x.float(), "k")
+        spec = TensorSpec(heads=shape[0], head_dim=shape[2], coding=0)
+        anchor, residual = reference.quantize(x.float(), coding, tables)
+        fast_anchor, fast_residual = cpu.quantize(x, coding, tables)
+        assert np.array_equal(anchor, fast_anchor)
+        assert (residual is None) == (fast_residual is None)
+        assert residual is None or np.array_equal(residual, fast_residual)
+        for digits in (None, residual) if residual is not None else (None,):
+            for destination in {TORCH_DTYPES[dtype], torch.float32}:
+                want = torch.empty(shape, dtype=destination)
+                # A view into a larger buffer, as a live cache is, poisoned around and below.
+                buffer = torch.full((shape[0], shape[1] + 6, shape[2]), float("nan"), dtype=destination)
+                reference.dequantize(anchor, digits, coding, tables, spec, dtype, want)
+                cpu.dequantize(anchor, digits, coding, tables, spec, dtype, buffer[:, 2:-4])
+                assert torch.equal(_bits(buffer[:, 2:-4]), _bits(want))
+                assert torch.isnan(buffer[:, :2]).all()
+                assert torch.isnan(buffer[:, -4:]).all()
+
+
+@pytest.mark.parametrize("name", ["default", "alg1", "int8"])
+def test_tokens_first_layout(name: str) -> None:
+    """A model may keep [T, H, D] in memory: strides are respected on both sides."""
+    codec = get_codec(name)
+    x = tensor((2, 70, 16), "normal", torch.bfloat16)
+    turned = x.transpose(0, 1).contiguous().transpose(0, 1)
+    coding, tables = codec.coding("k", 32), codec.tables(x.float(), "k")
+    anchor, residual = cpu.quantize(turned, coding, tables)
+    assert np.array_equal(anchor, cpu.quantize(x, coding, tables)[0])
+    out = torch.empty(70, 2, 16, dtype=torch.bfloat16).transpose(0, 1)
+    want = torch.empty(2, 70, 16, dtype=torch.bfloat16)
+    spec = TensorSpec(heads=2, head_dim=16, coding=0)
+    cpu.dequantize(anchor, residual, coding, tables, spec, "bf16", out)
+    reference.dequantize(anchor, residual, coding, tables, spec, "bf16", want)
+    assert torch.equal(out, want)
+
+
+def test_concurrent_calls_are_safe() -> None:
+    codec = get_codec("default")
+    x = tensor((3, 500, 64), "normal", torch.float32)
+    made = quantize_tensor(x, codec)
+    spec = TensorSpec(heads=3, head_dim=64, coding=0)
+
+    def decode(_: int) -> Tensor:
+        out = torch.empty(3, 500, 64, dtype=torch.bfloat16)
+        dequantize(made.anchor, made.residual, made.coding, made.tables, spec, "bf16", out)
+        return out
+
+    with ThreadPoolExecutor(8) as pool:
+        first, *rest = pool.map(decode, range(40))
+    assert all(torch.equal(first, other) for other in rest)
+
+
+@pytest.mark.parametrize("module", [reference, cpu])
+@pytest.mark.parametrize("spoil", ["escape position", "escape value", "escape missing", "digit", "page", "padding"])
+def test_forbidden_content_is_refused(module: object, spoil: str) -> None:
+    name = {"page": "alg1", "padding": "int4"}.get(spoil, "default")
+    codec = get_codec(name, radix=5, key_step=0.001) if name == "default" else get_codec(name)
+    x = tensor((1, 40, 5), "normal", torch.float32)
+    x[0, 7, 2] = 1e5
+    coding, tables = codec.coding("k", 5), codec.tables(x, "k")
+    anchor, residual = (None if part is None else part.copy() for part in reference.quantize(x, coding, tables))
+    assert anchor is not None
+    count = 5 * 40
+    if spoil == "escape position":
+        anchor[count] ^= 1
+    elif spoil == "escape value":
+        anchor[count + 4 : count + 8] = np.frombuffer(np.int32(1 << 18).tobytes(), np.uint8)
+    elif spoil == "escape missing":
+        anchor = np.where(np.arange(anchor.size) < count, np.minimum(anchor, 254), anchor).astype(np.uint8)
+    elif spoil == "digit":
+        assert residual is not None
+        residual[:] = 0xFF
+    elif spoil == "page":
+        anchor[:4] = np.frombuffer(np.float32(np.inf).tobytes(), np.uint8)
+    else:
+        anchor[-1] |= 0xF0
+    out = torch.empty(1, 40, 5)
+    with pytest.raises(ContentError):
+        module.dequantize(  # type: ignore[attr-defined]
+            anchor, residual, coding, tables, TensorSpec(heads=1, head_dim=5, coding=0), "fp32", out
+        )
+
+
+def test_the_backend_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert backend("cpu") is cpu
+    monkeypatch.setenv("LYNXKV_BACKEND", "reference")
+    assert backend("cpu") is reference
+    monkeypatch.setenv("LYNXKV_BACKEND", "abacus")
+    with pytest.raises(InputError, match="abacus"):
+        backend("cpu")
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16)
