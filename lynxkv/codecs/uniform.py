@@ -32,7 +32,7 @@ class Uniform(Codec):
     name: ClassVar[str] = "default"
 
     key_step: float = 0.22
-    value_step: float = 0.28
+    value_step: float = 0.27
     radix: int = 8
     sink_tokens: int = SINK_TOKENS
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lynxkv.codecs import get_codec
 from lynxkv.encoder import encode
 from lynxkv.integrations.hf import LynxCache, Model, open_turn, suffix
 from lynxkv.models import prefill
@@ -20,9 +21,10 @@ ROOT = Path(__file__).parents[2]
 NEW_TOKENS = 24
 # Logits of one position differ by about 1e-4 between a pass over many tokens and over one.
 NOISE = 1e-3
+# The coarse anchor is there to be wrong: drafts on it are rejected at many places.
 DOCUMENTS = {
-    "spec": (ROOT / "format_spec" / "SPEC.md", 5000),
-    "license": (ROOT / "LICENSE", 7000),
+    "spec": (ROOT / "format_spec" / "SPEC.md", 5000, get_codec("default")),
+    "license": (ROOT / "LICENSE", 7000, get_codec("default", key_step=0.8, value_step=1.0)),
 }
 QUESTIONS = [
     "What is this text about?",
@@ -56,10 +58,10 @@ def plain_decoding(model: Model, cache: LynxCache, suffix_ids: list[int]) -> tup
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_greedy_text_equals_plain_decoding(name: str, smollm2: Model, tmp_path: Path) -> None:
     model = smollm2
-    path, characters = DOCUMENTS[name]
+    path, characters, codec = DOCUMENTS[name]
     url = str(tmp_path / "document.lynx")
     ids = open_turn(model.tokenizer, path.read_text()[:characters])
-    encode(prefill(model, ids), url, identity=model.identity)
+    encode(prefill(model, ids), url, codec=codec, identity=model.identity)
     full = LynxCache.load(url, model, new_tokens=128)
     exceptions, accepted = [], []
     for number, question in enumerate(QUESTIONS):
@@ -75,5 +77,5 @@ def test_greedy_text_equals_plain_decoding(name: str, smollm2: Model, tmp_path: 
     print(f"{name}: {len(ids)} tokens, accepted of drafted {accepted}, exceptions {exceptions}")  # noqa: T201
     assert all(gap < NOISE for _, _, gap in exceptions), exceptions
     # Both outcomes of verification were met.
-    assert any(kept < drafted for kept, drafted in accepted)
-    assert any(kept == drafted for kept, drafted in accepted)
+    coarse = codec != get_codec("default")
+    assert any(kept < drafted if coarse else kept == drafted for kept, drafted in accepted)
