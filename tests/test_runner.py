@@ -229,6 +229,7 @@ def test_times_and_bytes_are_plausible(llama: Model, url: str) -> None:
         assert got.first_draft_s is not None
         assert got.full_s is not None
         assert got.first_verified_s is not None
+        assert got.anchor_s is not None
         assert 0 < got.anchor_s < got.first_draft_s < got.full_s < got.first_verified_s <= got.total_s
         assert (got.bytes_anchor, got.bytes_residual) == (reader.bytes_anchor, reader.bytes_residual)
     assert got.peak_bytes == sum(got.peak_parts.values())
