@@ -177,7 +177,6 @@ def _encode_tensor(
         return None
     raw_coding = ref.coding.scheme == "raw"
     coded = original[:, ref.sinks :]
-    coded = coded if raw_coding else coded.to(torch.float32)
     tables = method.tables(coded, ref.name)
     if isinstance(tables, EntropyTables):
         mean = (tables.mean.view(np.uint32) >> 16).astype(np.uint16)
@@ -187,7 +186,7 @@ def _encode_tensor(
     for plan in ref.segments():
         tokens = slice(ref.sinks + plan.first_token, ref.sinks + plan.first_token + plan.tokens)
         part = original[:, tokens]
-        first, second = quantize(part if raw_coding else part.to(torch.float32), ref.coding, tables)
+        first, second = quantize(part, ref.coding, tables)
         anchors.append(payload(first, may_compress=method.compress and not raw_coding))
         if second is not None:
             residuals.append(payload(second, may_compress=method.compress))

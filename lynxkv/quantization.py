@@ -55,9 +55,8 @@ def quantize(x: Tensor, codec: str | Codec = "default", *, tensor: TensorName = 
         raise NonFiniteError("the tensor holds NaN or infinity")
     heads = x.reshape(-1, *x.shape[-2:])
     coding = method.coding(tensor, heads.shape[0] * heads.shape[2])
-    values = heads if coding.scheme == "raw" else heads.to(torch.float32)
-    tables = method.tables(values, tensor)
-    anchor, residual = quantize_segment(values, coding, tables)
+    tables = method.tables(heads, tensor)
+    anchor, residual = quantize_segment(heads, coding, tables)
     return Quantized(
         anchor=anchor,
         residual=residual,

@@ -41,7 +41,7 @@ class Codec(ABC):
 
     @abstractmethod
     def tables(self, x: Tensor, tensor: TensorName) -> Tables:
-        """What the quantiser needs to know of the coded tokens x [H, n, D], f32."""
+        """What the quantiser needs to know of the coded tokens x [H, n, D], any float dtype."""
 
     @abstractmethod
     def error_bound(self, x: Tensor, tensor: TensorName, precision: Precision) -> Tensor:

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from lynxkv.codecs.base import SINK_TOKENS, Codec, segment_tokens
 from lynxkv.errors import InputError
-from lynxkv.kernels.rounding import round_to
-from lynxkv.kernels.tables import EntropyTables
+from lynxkv.kernels import EntropyTables, channel_statistics
 from lynxkv.layout import Coding, EntropyCoding, Precision, TensorName
 from lynxkv.packing import MAX_RADIX
 
@@ -48,19 +47,14 @@ class Uniform(Codec):
         )
 
     def tables(self, x: Tensor, tensor: TensorName) -> EntropyTables:
-        rows = x.transpose(1, 2).reshape(-1, x.shape[1])
-        true_mean = rows.mean(1, dtype=torch.float64).to(torch.float32)
-        mean = round_to(true_mean, "bf16").to(torch.float32)
-        # Relative to the peak, so that no square overflows; about the true mean, so that a large bias, which bf16 holds
-        # coarsely, does not pass for spread.
-        peak = max(float((rows - mean[:, None]).abs().max()), _MIN_STEP)
-        variance = ((rows - true_mean[:, None]) / peak).square().mean(1)
-        spread = peak * float(variance.mean().sqrt())
+        found = channel_statistics(x)
+        peak = max(found.peak, _MIN_STEP)
+        spread = float(np.sqrt(found.variance.mean()))
         relative = self.value_step if tensor == "v" else self.key_step
         step = np.float32(max(relative * spread, peak / _MAX_INDEX, _MIN_STEP))
         return EntropyTables(
-            mean=mean.numpy(),
-            order=torch.argsort(variance, stable=True).numpy().astype(np.uint16),
+            mean=found.mean,
+            order=np.argsort(found.variance, kind="stable").astype(np.uint16),
             step=step,
             half_step=np.float32(step / (2 * self.radix)),
         )
@@ -79,8 +73,8 @@ class Quality(Uniform):
 
     name: ClassVar[str] = "quality"
 
-    key_step: float = 0.14
-    value_step: float = 0.2
+    key_step: float = 0.13
+    value_step: float = 0.22
     radix: int = 11
 
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from lynxkv.errors import InputError
-from lynxkv.kernels.tables import EntropyTables, FixedTables, Tables
+from lynxkv.kernels.tables import ChannelStatistics, EntropyTables, FixedTables, Tables
 from lynxkv.layout import Coding, TensorSpec
 
 U8 = npt.NDArray[np.uint8]
@@ -36,6 +36,8 @@ class Backend(Protocol):
     def dequantize(
         self, anchor: U8, residual: U8 | None, coding: Coding, tables: Tables, spec: TensorSpec, dtype: str, out: Tensor
     ) -> None: ...
+
+    def channel_statistics(self, x: Tensor) -> ChannelStatistics: ...
 
 
 def quantize(x: Tensor, coding: Coding, tables: Tables) -> tuple[U8, U8 | None]:
@@ -62,6 +64,17 @@ def dequantize(
         InputError: LYNXKV_BACKEND names no usable backend.
     """
     backend(out.device.type).dequantize(anchor, residual, coding, tables, spec, dtype, out)
+
+
+def channel_statistics(x: Tensor) -> ChannelStatistics:
+    """Mean, variance and peak of the channels of x [H, T, D], any float dtype and strides.
+
+    Backends may differ in the last bits of their sums: a quantiser's choice, which decoding does not depend on.
+
+    Raises:
+        InputError: LYNXKV_BACKEND names no usable backend.
+    """
+    return backend(x.device.type).channel_statistics(x)
 
 
 def backend(device: str = "cpu") -> Backend:
@@ -94,4 +107,14 @@ def _load(name: str) -> Backend:
     return cast(Backend, import_module(f"lynxkv.kernels.{name}"))
 
 
-__all__ = ["BACKENDS", "EntropyTables", "FixedTables", "Tables", "backend", "dequantize", "quantize"]
+__all__ = [
+    "BACKENDS",
+    "ChannelStatistics",
+    "EntropyTables",
+    "FixedTables",
+    "Tables",
+    "backend",
+    "channel_statistics",
+    "dequantize",
+    "quantize",
+]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lynxkv.errors import ContentError
 from lynxkv.kernels.rounding import TORCH_DTYPES, round_to
-from lynxkv.kernels.tables import EntropyTables, FixedTables, Tables
+from lynxkv.kernels.tables import ChannelStatistics, EntropyTables, FixedTables, Tables
 from lynxkv.layout import Coding, EntropyCoding, FixedCoding, RawCoding, TensorSpec
 from lynxkv.packing import pack_digits, pack_rows, pack_symbols, unpack_digits, unpack_rows, unpack_symbols
 
@@ -58,6 +58,18 @@ def dequantize(
     else:
         raise TypeError(f"{type(tables).__name__} does not go with {type(coding).__name__}")
     out.copy_(round_to(values, dtype))
+
+
+def channel_statistics(x: Tensor) -> ChannelStatistics:
+    """Mean, variance and peak of x [H, T, D], any float dtype; sums in f64, so that no square overflows."""
+    rows = x.to("cpu", torch.float32).transpose(1, 2).reshape(-1, x.shape[1])
+    true_mean = rows.mean(1, dtype=torch.float64).to(torch.float32)
+    mean = round_to(true_mean, "bf16").to(torch.float32)
+    return ChannelStatistics(
+        mean=mean.numpy(),
+        variance=(rows - true_mean[:, None]).to(torch.float64).square().mean(1).numpy(),
+        peak=float((rows - mean[:, None]).abs().max()),
+    )
 
 
 # fixed: codes of fixed width (SPEC 8.3)

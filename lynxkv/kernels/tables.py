@@ -62,4 +62,15 @@ class EntropyTables:
     half_step: np.float32
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChannelStatistics:
+    """Of each channel, [N]: its mean rounded to bf16 (f32), and its variance (f64) about the mean before rounding, since
+    a large bias, which bf16 holds coarsely, is no spread. `peak`: the largest distance of any value from a rounded mean.
+    """
+
+    mean: F32
+    variance: npt.NDArray[np.float64]
+    peak: float
+
+
 Tables = FixedTables | EntropyTables | None

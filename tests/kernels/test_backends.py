@@ -79,6 +79,19 @@ def test_cpu_is_the_reference(codec: Codec, kind: str, dtype: str) -> None:
                 assert torch.isnan(buffer[:, -4:]).all()
 
 
+@pytest.mark.parametrize("kind", ["normal", "outliers", "subnormals", "constant channels", "biases"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_channel_statistics_agree(kind: str, dtype: str) -> None:
+    """Sums of 64-bit floats in another order: the last bits may differ, a rounded mean by one step at most."""
+    for shape in SHAPES:
+        x = tensor(shape, kind, TORCH_DTYPES[dtype])
+        want, found = reference.channel_statistics(x), cpu.channel_statistics(x)
+        np.testing.assert_allclose(found.mean, want.mean, rtol=2**-7)
+        assert (found.mean != want.mean).mean() < 0.02
+        np.testing.assert_allclose(found.variance, want.variance, rtol=1e-4, atol=1e-300)
+        assert found.peak == pytest.approx(want.peak, rel=2**-7)
+
+
 @pytest.mark.parametrize("name", ["default", "alg1", "int8"])
 def test_tokens_first_layout(name: str) -> None:
     """A model may keep [T, H, D] in memory: strides are respected on both sides."""

@@ -11,6 +11,7 @@ from lynxkv.kernels.cpu.entropy_quantize import quantize_entropy
 from lynxkv.kernels.cpu.fixed_dequantize import dequantize_fixed
 from lynxkv.kernels.cpu.fixed_quantize import quantize_fixed
 from lynxkv.kernels.cpu.memory import U8, destination
+from lynxkv.kernels.cpu.statistics import channel_statistics
 from lynxkv.kernels.rounding import TORCH_DTYPES
 from lynxkv.kernels.tables import EntropyTables, FixedTables, Tables
 from lynxkv.layout import Coding, EntropyCoding, FixedCoding, RawCoding, TensorSpec
@@ -45,3 +46,6 @@ def dequantize(
         dequantize_entropy(anchor, residual, coding, tables, spec, out.shape[1], place)
     else:
         raise TypeError(f"{type(tables).__name__} does not go with {type(coding).__name__}")
+
+
+__all__ = ["channel_statistics", "dequantize", "quantize"]
