@@ -36,8 +36,8 @@ def write_plots(bench: CodecBench, folder: Path) -> list[Path]:
     written = []
     for tokens in bench.plan.tokens:
         for name, draw, size in (
-            ("rate-fidelity", _rate_fidelity, (8.0, 5.0)),
-            ("accepted", _accepted, (8.0, 5.0)),
+            ("rate-fidelity", _rate_fidelity, (10.0, 5.0)),
+            ("accepted", _accepted, (10.0, 5.0)),
             ("layers", _layers, (10.0, 1.5 + 0.35 * len(bench.codecs))),
         ):
             # Figures of their own, without pyplot: no global state, no display.
@@ -56,11 +56,11 @@ def _rate_fidelity(axes: Axes, bench: CodecBench, tokens: int) -> None:
         if row.tokens != tokens or not row.attn_nmse_full:
             continue
         bits, errors = [row.anchor_bits, row.full_bits], [row.attn_nmse_anchor, row.attn_nmse_full]
-        axes.plot(bits, errors, marker="o", label=row.codec)
+        axes.plot(bits, errors, marker="o", label=row.codec, color=_colour(bench, row.codec))
     axes.set_yscale("log")
     axes.set_xlabel("bits an element, everything included (anchor, full)")
     axes.set_ylabel("error of attention outputs (NMSE)")
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1.0))
     axes.grid(alpha=0.3)
 
 
@@ -69,11 +69,13 @@ def _accepted(axes: Axes, bench: CodecBench, tokens: int) -> None:
     lengths = np.arange(bench.plan.draft_tokens + 1)
     for codec in bench.codecs:
         accepted = np.array([length for cell in cells_of(bench, codec, tokens) for length in cell.anchor.accepted])
-        axes.step(lengths, (accepted[:, None] >= lengths).mean(0), where="mid", label=codec)
+        axes.step(
+            lengths, (accepted[:, None] >= lengths).mean(0), where="mid", label=codec, color=_colour(bench, codec)
+        )
     axes.set_xlabel("k")
     axes.set_ylabel("P(at least k draft tokens accepted)")
     axes.set_ylim(0, 1.02)
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1.0))
     axes.grid(alpha=0.3)
 
 
@@ -88,6 +90,14 @@ def _layers(axes: Axes, bench: CodecBench, tokens: int) -> None:
     figure = axes.get_figure()
     assert figure is not None
     figure.colorbar(image, ax=axes, label="log10 error of attention outputs, anchor")
+
+
+def _colour(bench: CodecBench, codec: str) -> Any:
+    """One colour a codec, the same in all plots."""
+    import matplotlib as mpl
+
+    place = bench.codecs.index(codec) / max(len(bench.codecs) - 1, 1)
+    return mpl.colormaps["turbo"](place)
 
 
 def _layer_errors(bench: CodecBench, codec: str, tokens: int) -> Sequence[float]:

@@ -1,17 +1,19 @@
-"""The examples and the demo run as a newcomer runs them, and say what they should."""
+"""The examples, the demo and the README's code run as a newcomer runs them, and say what they should."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 
 
-def output_of(script: str) -> str:
+def output_of(script: str | Path) -> str:
     """What a script prints, without a terminal; it must succeed."""
     done = subprocess.run([sys.executable, EXAMPLES / script], stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -56,3 +58,10 @@ def test_the_demo_without_a_terminal() -> None:
     out = output_of("demo.py")
     assert "IDENTICAL to decoding from the full cache" in out
     assert "\x1b[" not in out
+
+
+@pytest.mark.model
+def test_the_code_in_the_readme(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    (tmp_path / "readme.py").write_text(code, "utf-8")
+    assert "1871" in output_of(tmp_path / "readme.py")
