@@ -100,7 +100,8 @@ def _from_folder(folder: Path, model_id: str, revision: str | None) -> Checkpoin
     if not (folder / "config.json").is_file():
         raise InputError(f"{folder} is not a model: it has no config.json", hint="give a Hugging Face model folder")
     source = folder / SOURCE_FILE
-    if source.is_file():
+    # Only what this library has converted itself may state its digests; any other folder could forge them.
+    if source.is_file() and folder.resolve().is_relative_to(cache_home().resolve()):
         stated = json.loads(source.read_text())
         return Checkpoint(
             folder=folder, model_id=stated["model_id"], revision=None, digests=Digests(**stated["digests"])

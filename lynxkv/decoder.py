@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -245,7 +245,9 @@ def load(url: str, *, precision: Precision = "full", link: Link | None = None) -
 
 
 def check_precision(header: CacheHeader, precision: Precision) -> None:
-    """Refuse, with an InputError, a precision that a cache cannot reach."""
+    """Refuse, with an InputError, a precision that there is not, or that a cache cannot reach."""
+    if precision not in get_args(Precision):
+        raise InputError(f"precision is {precision!r}", hint=f"use one of {', '.join(get_args(Precision))}")
     if precision == "exact" and not header.has_exact:
         raise InputError("the cache has no exact section", hint="make one with: lynxkv encode --exact")
 

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from lynxkv._version import __version__
 from lynxkv.codecs import Codec, get_codec
-from lynxkv.errors import InputError
+from lynxkv.errors import FormatError, InputError
 from lynxkv.exact import pack_exact
 from lynxkv.format.document import VERSION
 from lynxkv.format.limits import MAX_CHANNELS, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_LOGITS
+from lynxkv.format.read import read_anchor_head, read_residual_head
 from lynxkv.format.write import Payload, Shard, build_shards, payload
 from lynxkv.kernels import EntropyTables, Tables, dequantize, quantize
 from lynxkv.kv import KV
@@ -158,7 +159,23 @@ def encode_shards(
         anchor["token_ids"] = [payload(_u8(ids), may_compress=False)]
         anchor["prefix_sha256"] = [payload(prefix_digests(ids, header.identity), may_compress=False)]
     header, anchor_shard, residual_shard = build_shards(header, anchor, residual)
+    _read_back(anchor_shard, residual_shard)
     return EncodedCache(header=header, anchor=anchor_shard, residual=residual_shard)
+
+
+def _read_back(anchor: Shard, residual: Shard | None) -> None:
+    """Open both heads as a reader will: what it would refuse must not be published."""
+    try:
+        header, _ = read_anchor_head(_head_of(anchor), anchor.bytes, what="the new Anchor")
+        if residual is not None:
+            read_residual_head(_head_of(residual), residual.bytes, header, what="the new Residual")
+    except FormatError as error:
+        raise InputError(f"the cache could not be read again: {error.message}") from error
+
+
+def _head_of(shard: Shard) -> Callable[[int, int], bytes]:
+    head = b"".join(shard.buffers[:3])  # header, its digest, index
+    return lambda start, stop: head[start:stop]
 
 
 def _encode_tensor(
@@ -169,7 +186,8 @@ def _encode_tensor(
     anchor: dict[str, list[Payload]],
     residual: dict[str, list[Payload]],
 ) -> Tables:
-    original = to_original(x, dtype, where=f"layer {ref.layer} {ref.name}")
+    # Bytes are laid out in host memory, wherever the model keeps its cache.
+    original = to_original(x.to("cpu"), dtype, where=f"layer {ref.layer} {ref.name}")
     if ref.sinks:
         sink = original[:, : ref.sinks].transpose(0, 1)
         anchor[f"{ref.key}.sink"] = [payload(_tensor_u8(sink), may_compress=False)]
@@ -246,7 +264,7 @@ def _describe(
         layers.append(
             LayerSpec(kind=layer.kind, window=layer.window, start=layer.start, stop=layer.stop, tensors=tensors)
         )
-    ids = np.asarray(kv.token_ids, "<u4") if kv.token_ids is not None else None
+    ids = _checked_ids(kv.token_ids) if kv.token_ids is not None else None
     if ids is not None and len(ids) != kv.tokens:
         raise InputError(f"{len(ids)} token ids for {kv.tokens} tokens")
     return CacheHeader(
@@ -268,6 +286,12 @@ def _describe(
         identity=identity,
         writer={"tool": "lynxkv", "version": __version__},
     )
+
+
+def _checked_ids(ids: list[int]) -> npt.NDArray[np.uint32]:
+    if not all(type(token) is int and 0 <= token < 2**32 for token in ids):
+        raise InputError("a token id is not an integer in [0, 2^32)")
+    return np.asarray(ids, "<u4")
 
 
 def _u8(values: npt.NDArray[np.generic]) -> U8:

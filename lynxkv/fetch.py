@@ -47,6 +47,11 @@ class _Range:
     stop: int
     segments: tuple[Segment, ...]
 
+    @property
+    def memory_bytes(self) -> int:
+        """What it takes while in flight: a small frame may hold much."""
+        return sum(map(_memory_bytes, self.segments))
+
 
 class SegmentStream:
     """The segments of one shard in file order, fetched ahead by a pool.
@@ -80,7 +85,7 @@ class SegmentStream:
 
     @property
     def bytes_in_flight(self) -> int:
-        """Stored bytes asked for and not handed out yet."""
+        """Memory that segments asked for and not handed out yet may take."""
         return self._window
 
     def ready(self) -> list[SegmentPayload]:
@@ -127,7 +132,7 @@ class SegmentStream:
         done, future = self._in_flight[0]
         payloads = future.result()
         self._in_flight.popleft()
-        self._window -= done.stop - done.start
+        self._window -= done.memory_bytes
         self.bytes_done += sum(item.segment.stored_bytes for item in payloads)
         self._fill()
         return payloads
@@ -135,7 +140,7 @@ class SegmentStream:
     def _fill(self) -> None:
         while self._waiting and (self._window < WINDOW_BYTES or not self._in_flight):
             wanted = self._waiting.popleft()
-            self._window += wanted.stop - wanted.start
+            self._window += wanted.memory_bytes
             self._in_flight.append((wanted, self._pool.submit(self._fetch, wanted)))
 
     def _fetch(self, wanted: _Range) -> list[SegmentPayload]:
@@ -293,11 +298,19 @@ def open_cache(url: str, *, link: Link | None = None) -> CacheReader:
     return CacheReader(url, link=link)
 
 
+def _memory_bytes(segment: Segment) -> int:
+    return max(segment.stored_bytes, segment.raw_bytes)
+
+
+def _raw_bytes(run: Sequence[Segment]) -> int:
+    return sum(map(_memory_bytes, run))
+
+
 def _ranges(segments: Sequence[Segment]) -> Iterator[_Range]:
     """Runs of neighbouring segments of about RANGE_BYTES."""
     run: list[Segment] = []
     for segment in segments:
-        if run and segment.stop - run[0].offset > RANGE_BYTES:
+        if run and (segment.stop - run[0].offset > RANGE_BYTES or _raw_bytes(run) + segment.raw_bytes > WINDOW_BYTES):
             yield _Range(start=run[0].offset, stop=run[-1].stop, segments=tuple(run))
             run = []
         run.append(segment)

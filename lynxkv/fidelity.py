@@ -12,6 +12,7 @@ from lynxkv.decoder import load
 from lynxkv.errors import InputError
 from lynxkv.kv import KV
 from lynxkv.layout import Precision, TensorName
+from lynxkv.quantization import DTYPE_NAMES, to_original
 
 # Enough queries for a steady mean; more only cost time.
 QUERIES = 64
@@ -37,8 +38,9 @@ class TensorError:
 def compare(url: str, original: KV, queries: Sequence[Tensor] | None = None) -> list[TensorError]:
     """Errors of the cache at `url` against the KV it was made from, at both precisions.
 
-    `queries` holds each layer's [H_q, Q, D] query vectors after RoPE. Without them the last keys of the layer stand
-    in, scaled to the queries' usual length: self-similarity makes that a hard case, not an exact one.
+    `original` is first rounded to the cache's declared dtype, which all errors count from. `queries` holds each layer's
+    [H_q, Q, D] query vectors after RoPE; without them the last keys of the layer stand in, which is a hard case, since
+    they find themselves. Every query sees all tokens, and logits are scaled by 1 / sqrt(D).
 
     Raises:
         InputError: the shapes differ.
@@ -53,7 +55,12 @@ def compare(url: str, original: KV, queries: Sequence[Tensor] | None = None) -> 
     for precision, decoded in precisions:
         for number, layer in enumerate(original.layers):
             query = queries[number] if queries is not None else None
-            out += _layer_errors(number, precision, layer.tensors, decoded.layers[number].tensors, query)
+            tensors = decoded.layers[number].tensors
+            rounded = {
+                name: to_original(x, DTYPE_NAMES[tensors[name].dtype], where=f"layer {number} {name}")
+                for name, x in layer.tensors.items()
+            }
+            out += _layer_errors(number, precision, rounded, tensors, query)
     return out
 
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from lynxkv.errors import InputError
 from lynxkv.layout import LayerKind, TensorName
 
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 
 @dataclass(kw_only=True)
 class KVLayer:
@@ -80,7 +82,7 @@ def kv_to_safetensors(kv: KV, path: str | Path) -> None:
 
 def kv_from_safetensors(path: str | Path) -> KV:
     """Read what `kv_to_safetensors` writes: `layer.<i>.k` and `layer.<i>.v` for i = 0, 1, ..., [H, T, D] or
-    [1, H, T, D], any float dtype; `token_ids` [T] optional.
+    [1, H, T, D], bf16, fp16, fp32 or fp64; `token_ids` [T] optional.
 
     Raises:
         InputError: the file cannot be read as safetensors, or its arrays are not those.
@@ -103,6 +105,8 @@ def kv_from_safetensors(path: str | Path) -> KV:
             f"{path}: expected the arrays layer.0.k, layer.0.v, layer.1.k, ..., found {odd}",
             hint="name them layer.<i>.k and layer.<i>.v, each [heads, tokens, head_dim]",
         )
+    if ids is not None and (ids.ndim != 1 or ids.is_floating_point() or ids.dtype == torch.bool):
+        raise InputError(f"{path}: token_ids are {ids.dtype} {tuple(ids.shape)}", hint="give integers [tokens]")
     kv = kv_from_tensors(pairs, ids.tolist() if ids is not None else None)
     if kv.token_ids is not None and len(kv.token_ids) != kv.tokens:
         raise InputError(f"{path}: {len(kv.token_ids)} token ids for {kv.tokens} tokens")
@@ -112,6 +116,6 @@ def kv_from_safetensors(path: str | Path) -> KV:
 def _three_dims(tensor: Tensor, what: str) -> Tensor:
     if tensor.ndim == 4 and tensor.shape[0] == 1:
         tensor = tensor[0]
-    if tensor.ndim != 3 or not tensor.is_floating_point() or not tensor.numel():
+    if tensor.ndim != 3 or tensor.dtype not in _FLOATS or not tensor.numel():
         raise InputError(f"{what} is {tensor.dtype} {tuple(tensor.shape)}, not floats [heads, tokens, head_dim]")
     return tensor

@@ -163,5 +163,10 @@ def check_prompt(model: DecoderModel, token_ids: Sequence[int]) -> None:
             f"the prompt has {len(token_ids)} tokens, more than the {limit} of the model's context",
             hint="shorten the prompt or use a model with a longer context",
         )
+    check_prompt_ids(model, token_ids)
+
+
+def check_prompt_ids(model: DecoderModel, token_ids: Sequence[int]) -> None:
+    """Refuse, with an InputError, token ids that the model does not have."""
     if min(token_ids) < 0 or max(token_ids) >= model.vocab_tokens:
         raise InputError(f"the prompt has token ids outside the model's vocabulary of {model.vocab_tokens}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lynxkv.errors import IdentityError, InputError
 from lynxkv.fetch import CacheReader
-from lynxkv.models import DecoderModel, check_prompt
+from lynxkv.models import DecoderModel, check_prompt, check_prompt_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,8 @@ def place(
     base, suffix = header.tokens.stop, list(suffix_ids)
     run_last_again = not suffix and not (use_logits and _has_logits(reader, model))
     history = _cached_ids(reader) if needs_history or run_last_again else []
+    if history:
+        check_prompt_ids(model, history)
     if run_last_again:
         base, history, suffix = base - 1, history[:-1], history[-1:]
     if suffix:

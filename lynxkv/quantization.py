@@ -17,7 +17,7 @@ from lynxkv.kernels import quantize as quantize_segment
 from lynxkv.kernels.rounding import TORCH_DTYPES, round_to
 from lynxkv.layout import Coding, Dtype, Precision, TensorName, TensorSpec
 
-_DTYPE_NAMES: dict[torch.dtype, Dtype] = {
+DTYPE_NAMES: dict[torch.dtype, Dtype] = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float32: "fp32",
@@ -49,7 +49,7 @@ def quantize(x: Tensor, codec: str | Codec = "default", *, tensor: TensorName = 
         NonFiniteError: x holds NaN or infinity.
     """
     method = get_codec(codec)
-    if x.ndim < 2 or not x.numel() or x.dtype not in _DTYPE_NAMES:
+    if x.ndim < 2 or not x.numel() or x.dtype not in DTYPE_NAMES:
         raise InputError(f"cannot quantise {x.dtype} {tuple(x.shape)}", hint="give floats [..., tokens, head_dim]")
     if not torch.isfinite(x).all():
         raise NonFiniteError("the tensor holds NaN or infinity")
@@ -63,16 +63,19 @@ def quantize(x: Tensor, codec: str | Codec = "default", *, tensor: TensorName = 
         coding=coding,
         tables=tables,
         shape=tuple(x.shape),
-        dtype=_DTYPE_NAMES[x.dtype],
+        dtype=DTYPE_NAMES[x.dtype],
     )
 
 
 def dequantize(quantized: Quantized, precision: Precision = "full") -> Tensor:
-    """The tensor [..., T, D] at this precision, in the dtype it had.
+    """The tensor [..., T, D] at anchor or full precision, in the dtype it had.
 
     Raises:
+        InputError: another precision; exact arrays are a matter of stored caches.
         ContentError: the bytes are not what the coding allows.
     """
+    if precision not in ("anchor", "full"):
+        raise InputError(f"precision is {precision!r}", hint="use anchor or full")
     *lead, tokens, dim = quantized.shape
     heads = int(np.prod(lead)) if lead else 1
     out = torch.empty(heads, tokens, dim, dtype=TORCH_DTYPES[quantized.dtype])
@@ -88,16 +91,15 @@ def to_original(x: Tensor, dtype: Dtype, *, where: str) -> Tensor:
     Raises:
         NonFiniteError: x holds NaN or infinity, or is beyond the dtype's range.
     """
-    if x.dtype == TORCH_DTYPES[dtype]:
-        original = x
-    else:
-        original = x.to(torch.float32)
-        original = original if dtype == "fp32" else round_to(original, dtype)
+    # Checked before any cast: a float64 value may be finite and still be beyond f32.
     if not torch.isfinite(x).all():
-        raise NonFiniteError(f"{where} holds NaN or infinity", hint="the prefill overflowed; try another model dtype")
-    if dtype == "fp16" and float(x.abs().max()) > torch.finfo(torch.float16).max:
-        raise NonFiniteError(f"{where} exceeds the range of fp16", hint="use --dtype bf16")
-    return original
+        raise NonFiniteError(f"{where} holds NaN or infinity", hint="the model overflowed; try another model dtype")
+    if float(x.abs().max()) > torch.finfo(TORCH_DTYPES[dtype]).max:
+        raise NonFiniteError(f"{where} exceeds the range of {dtype}", hint="use bf16, or raw with fp32")
+    if x.dtype == TORCH_DTYPES[dtype]:
+        return x
+    wide = x.to(torch.float32)
+    return wide if dtype == "fp32" else round_to(wide, dtype)
 
 
-__all__ = ["Quantized", "dequantize", "quantize", "to_original"]
+__all__ = ["DTYPE_NAMES", "Quantized", "dequantize", "quantize", "to_original"]

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from lynxkv.errors import InputError
 
+# The least positive option value that f32 arithmetic on logits bears.
+SMALLEST = 1e-6
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -26,14 +29,17 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise InputError(f"temperature is {self.temperature}", hint="use 0 for greedy, or a positive number")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p is {self.top_p}", hint="use a number above 0, at most 1")
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+        # Smaller numbers would over- or underflow f32 on the way to a distribution.
+        if not (self.temperature == 0 or (math.isfinite(self.temperature) and self.temperature >= SMALLEST)):
+            raise InputError(f"temperature is {self.temperature}", hint=f"use 0 for greedy, or {SMALLEST} and above")
+        if not SMALLEST <= self.top_p <= 1:
+            raise InputError(f"top_p is {self.top_p}", hint=f"use a number from {SMALLEST} to 1")
+        if not SMALLEST <= self.repetition_penalty <= 1 / SMALLEST:
             raise InputError(
                 f"repetition_penalty is {self.repetition_penalty}", hint="use a positive number; 1 is none"
             )
+        if not -(2**63) <= self.seed < 2**63:
+            raise InputError(f"seed is {self.seed}", hint="use an integer of 64 bits")
 
     @property
     def needs_history(self) -> bool:

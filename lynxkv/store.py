@@ -45,9 +45,11 @@ class Link:
             InputError: text is not of that form.
         """
         match = _LINK.fullmatch(text.strip())
-        if not match or float(match[1]) <= 0:
+        bit_per_s = float(match[1]) * _UNITS[match[2].lower()] if match else 0.0
+        rtt_s = float(match[3] or 0) / 1e3 if match else 0.0
+        if not 1 <= bit_per_s <= 1e15 or rtt_s > 3600:
             raise InputError(f"cannot read the link {text!r}", hint="write it like 200mbit or 1gbit/20ms")
-        return cls(bit_per_s=float(match[1]) * _UNITS[match[2].lower()], rtt_s=float(match[3] or 0) / 1e3)
+        return cls(bit_per_s=bit_per_s, rtt_s=rtt_s)
 
     def transfer(self, size_bytes: int, stop: threading.Event) -> None:
         """Wait as long as the link would take for one more answer of `size_bytes`, or until `stop` is set."""
@@ -186,16 +188,30 @@ class Store:
                 folder.rmdir()  # succeeds only if nothing was published
 
     def _put_remote(self, name: str, shard: Shard, *, overwrite: bool) -> None:
-        # An object appears when its upload completes, so no temporary name is needed.
-        with self.fs.open(self.path_of(name), "wb") as file:
+        # An object appears when its upload completes, so no temporary name is needed; but leaving the `with` block of a
+        # buffered fsspec file completes it, whatever the reason for leaving.
+        file = self.fs.open(self.path_of(name), "wb")
+        try:
             for buffer in shard.buffers:
                 file.write(buffer)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                file.discard()
+            file.closed = True
+            raise
+        file.close()
 
     @contextlib.contextmanager
     def _reading(self, name: str) -> Iterator[None]:
         try:
             yield
         except FileNotFoundError as error:
+            if error.__cause__ is not None and not isinstance(error.__cause__, FileNotFoundError):
+                # fsspec's HTTP says "not found" of servers it cannot reach, too.
+                cause = error.__cause__
+                raise FetchError(
+                    f"{self.url}/{name}: {str(cause) or type(cause).__name__}", hint=_hint(cause)
+                ) from error
             raise CacheNotFoundError(
                 f"{self.url}: there is no {name or 'such prefix'}",
                 hint="check the URL with your store's own tools",

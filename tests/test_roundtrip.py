@@ -319,12 +319,41 @@ def test_values_beyond_fp16_are_refused(tmp_path: Path) -> None:
         lynxkv.encode(kv, str(tmp_path / "a.lynx"), dtype="fp16")
 
 
-def test_values_beyond_bf16_saturate(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("value", "dtype", "codec"), [(3.4e38, "bf16", "default"), (1e300, "fp32", "raw")])
+def test_values_beyond_the_dtype_are_refused(value: float, dtype: Dtype, codec: str, tmp_path: Path) -> None:
     kv = random_kv()
-    largest = torch.finfo(torch.bfloat16).max
-    kv.layers[0].tensors["k"][0, 7, 3] = torch.finfo(torch.float32).max
-    lynxkv.encode(kv, str(tmp_path / "a.lynx"), codec="raw")
-    assert lynxkv.load(str(tmp_path / "a.lynx")).layers[0].tensors["k"][0, 7, 3] == largest
+    wide = kv.layers[0].tensors["k"].double()
+    wide[0, 7, 3] = value
+    kv.layers[0].tensors["k"] = wide
+    with pytest.raises(lynxkv.NonFiniteError, match=dtype):
+        lynxkv.encode(kv, str(tmp_path / "a.lynx"), codec=codec, dtype=dtype)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("ids", [[-1], [2**32], [True], [0.5]])
+def test_what_is_no_token_id_is_refused(ids: list[int], tmp_path: Path) -> None:
+    kv = replace(random_kv(), token_ids=ids * 70)
+    with pytest.raises(lynxkv.InputError, match="token id"):
+        lynxkv.encode(kv, str(tmp_path / "a.lynx"))
+
+
+def test_what_no_reader_would_open_is_not_published(tmp_path: Path) -> None:
+    kv = random_kv()
+    del kv.layers[1].tensors["v"]
+    with pytest.raises(lynxkv.InputError, match="could not be read"):
+        lynxkv.encode(kv, str(tmp_path / "a.lynx"))
+    with pytest.raises(lynxkv.InputError, match="could not be read"):
+        lynxkv.encode(random_kv(), str(tmp_path / "a.lynx"), identity=Identity(model_id="x" * 5000))
+    assert not list(tmp_path.iterdir())
+
+
+def test_precisions_are_checked(tmp_path: Path) -> None:
+    url = str(tmp_path / "a.lynx")
+    lynxkv.encode(random_kv(), url)
+    with pytest.raises(lynxkv.InputError, match="exactly"):
+        lynxkv.load(url, precision="exactly")  # type: ignore[arg-type]
+    with pytest.raises(lynxkv.InputError, match="exact"):
+        lynxkv.dequantize(lynxkv.quantize(torch.randn(1, 2, 3)), "exact")
 
 
 @pytest.mark.parametrize("change", ["no layers", "ids", "positions", "dtype"])

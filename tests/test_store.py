@@ -129,7 +129,21 @@ def test_links_are_read(text: str, bit_per_s: float, rtt_s: float) -> None:
     assert (link.bit_per_s, link.rtt_s) == (bit_per_s, rtt_s)
 
 
-@pytest.mark.parametrize("text", ["", "200", "mbit", "200mb", "0mbit", "-1mbit", "1mbit/20", "1mbit/20s"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "200",
+        "mbit",
+        "200mb",
+        "0mbit",
+        "-1mbit",
+        "1mbit/20",
+        "1mbit/20s",
+        "0.0000000001kbit",
+        "1mbit/99999999999999ms",
+    ],
+)
 def test_other_links_are_refused(text: str) -> None:
     with pytest.raises(lynxkv.InputError):
         Link.parse(text)

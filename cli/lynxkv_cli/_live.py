@@ -13,9 +13,10 @@ from typing import TextIO
 
 from rich.cells import cell_len
 
+from lynxkv_cli._output import printable
+
 DIM, STRUCK, PLAIN = "\x1b[2m", "\x1b[9;31m", "\x1b[0m"
 ERASE_TO_END = "\x1b[J"
-TAB = "    "
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,6 @@ class Position:
                 row, column = row + 1, 0
             column += cells
         return Position(row, column)
-
-
-def printable(text: str) -> str:
-    """`text` without control characters: a model must not be able to send escape sequences to a terminal."""
-    return "".join(c for c in text.replace("\t", TAB) if c == "\n" or c.isprintable())
 
 
 class LiveText:

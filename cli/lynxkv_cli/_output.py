@@ -22,6 +22,14 @@ def silent(stage: str, done: int, total: int) -> None:
     """A progress callback that shows nothing."""
 
 
+TAB = "    "
+
+
+def printable(text: str) -> str:
+    """`text` without control characters: neither a model nor a cache may send escape sequences to a terminal."""
+    return "".join(c for c in text.replace("\t", TAB) if c == "\n" or c.isprintable())
+
+
 class Output:
     """The sink that every command writes to."""
 
@@ -36,7 +44,7 @@ class Output:
     def data(self, text: str) -> None:
         """Data a pipe would want: stdout, but not beside JSON."""
         if self.mode != "json":
-            print(text)
+            print(printable(text))
 
     def result(self, value: Mapping[str, Any]) -> None:
         """What the command found, as the one JSON object of `--json`."""
@@ -46,16 +54,16 @@ class Output:
     def note(self, text: str) -> None:
         """A message to the person at the terminal."""
         if self.mode == "human":
-            print(text, file=sys.stderr)
+            print(printable(text), file=sys.stderr)
 
     def error(self, kind: str, message: str, hint: str | None) -> None:
         """Why the command failed, and what to do next."""
         if self.mode == "json":
             self.result({"error": {"type": kind, "message": message, "hint": hint}})
             return
-        print(f"{_styled('error:', '31')} {message}", file=sys.stderr)
+        print(f"{_styled('error:', '31')} {printable(message)}", file=sys.stderr)
         if hint:
-            print(f"{_styled('hint:', '36')} {hint}", file=sys.stderr)
+            print(f"{_styled('hint:', '36')} {printable(hint)}", file=sys.stderr)
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:

@@ -107,17 +107,15 @@ def generate(
 
 
 def _model_of(url: str, identity: Identity) -> str:
-    """What to load for a cache whose model was not named: an alias of the same model, or a hub id."""
-    from lynxkv.checkpoints import ALIASES, HUB_ID
+    """What to load for a cache whose model was not named. A file alone never makes anything be downloaded."""
+    from lynxkv.checkpoints import ALIASES
 
     for alias, (_, _, model_id) in ALIASES.items():
         if identity.model_id == model_id:
             return alias
     if identity.model_id is None:
         raise UsageProblem(f"{url} does not say which model it belongs to", hint="name it with --model")
-    if not HUB_ID.fullmatch(identity.model_id):
-        raise UsageProblem(f"{url} belongs to {identity.model_id}, a local model", hint="say where it is with --model")
-    return f"{identity.model_id}@{identity.revision}" if identity.revision else identity.model_id
+    raise UsageProblem(f"{url} belongs to {identity.model_id}", hint="name the model, or where it is, with --model")
 
 
 def summary(result: GenerateResult) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -54,6 +55,9 @@ def _root(
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; whatever is raised has been reported."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a name that the locale cannot show must not end in a traceback
+            stream.reconfigure(errors="backslashreplace")
     as_json = "--json" in arguments[: arguments.index("--") if "--" in arguments else None]
     try:
         code = app(args=list(arguments) or ["--help"], prog_name="lynxkv", standalone_mode=False)

@@ -1,4 +1,4 @@
-"""Kernels: KV tensors to segment bytes and back (SPEC 8), one signature over three backends.
+"""Kernels: KV tensors to segment bytes and back (SPEC 8), one signature over its backends.
 
 `reference` (plain torch) is the definition, `cpu` is numba. Decoding is bit-equal across them. The tensor's device
 chooses; LYNXKV_BACKEND overrides it. Bytes are numpy arrays in host memory, tensors are torch's. numba is imported by

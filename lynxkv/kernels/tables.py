@@ -64,8 +64,10 @@ class EntropyTables:
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelStatistics:
-    """Of each channel, [N]: its mean rounded to bf16 (f32), and its variance (f64) about the mean before rounding, since
-    a large bias, which bf16 holds coarsely, is no spread. `peak`: the largest distance of any value from a rounded mean.
+    """Of each channel, [N]: its mean rounded to bf16 (f32), and its variance (f64) about the mean before rounding.
+
+    A large bias, which bf16 holds coarsely, is no spread. `peak` is the largest distance of any value from a rounded
+    mean.
     """
 
     mean: F32

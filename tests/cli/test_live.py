@@ -8,7 +8,8 @@ import random
 import pyte
 import pytest
 
-from lynxkv_cli._live import LiveText, Position, printable
+from lynxkv_cli._live import LiveText, Position
+from lynxkv_cli._output import printable
 
 
 class Terminal(io.StringIO):
