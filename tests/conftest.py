@@ -14,6 +14,9 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# torch's threads spin while they wait for one another, which on a machine that does anything else beside makes decoding
+# ten times slower. Read when torch is first imported, here and in the processes that tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 if TYPE_CHECKING:
     from lynxkv.integrations.hf import Model
