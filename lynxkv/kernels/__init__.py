@@ -1,4 +1,4 @@
-"""Kernels: KV tensors to segment bytes and back (SPEC 8), one signature over its backends.
+"""Kernels: KV tensors to segment bytes and back (SPEC 8), one signature over three backends.
 
 `reference` (plain torch) is the definition, `cpu` is numba. Decoding is bit-equal across them. The tensor's device
 chooses; LYNXKV_BACKEND overrides it. Bytes are numpy arrays in host memory, tensors are torch's. numba is imported by
@@ -84,15 +84,24 @@ def backend(device: str = "cpu") -> Backend:
         InputError: LYNXKV_BACKEND is not one of `BACKENDS`, or that backend cannot work here.
     """
     wanted = os.environ.get("LYNXKV_BACKEND", "")
-    if not wanted:
-        name = _OF_DEVICE.get(device, "reference")
-        return _load(name if _missing(name) is None else "reference")
-    if wanted not in BACKENDS:
-        raise InputError(f"LYNXKV_BACKEND is {wanted!r}", hint=f"choose one of {', '.join(BACKENDS)}")
-    missing = _missing(wanted)
+    if wanted:
+        return named_backend(wanted)
+    name = _OF_DEVICE.get(device, "reference")
+    return _load(name if _missing(name) is None else "reference")
+
+
+def named_backend(name: str) -> Backend:
+    """The backend of this name.
+
+    Raises:
+        InputError: it is not one of `BACKENDS`, or cannot work here.
+    """
+    if name not in BACKENDS:
+        raise InputError(f"there is no kernel backend {name!r}", hint=f"choose one of {', '.join(BACKENDS)}")
+    missing = _missing(name)
     if missing is not None:
-        raise InputError(f"LYNXKV_BACKEND is {wanted}, but {missing}", hint="unset it: a backend that works is chosen")
-    return _load(wanted)
+        raise InputError(f"the kernel backend {name} cannot work: {missing}", hint="LYNXKV_BACKEND unset chooses one")
+    return _load(name)
 
 
 @cache
@@ -116,5 +125,6 @@ __all__ = [
     "backend",
     "channel_statistics",
     "dequantize",
+    "named_backend",
     "quantize",
 ]

@@ -4,11 +4,41 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 F32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cells:
+    """A search in ascending f32 entries, prepared: floats with the same upper 16 bits form a cell.
+
+    `below` [65536] is, for the smallest float of each cell, the number of entries below it ("left") or not above it
+    ("right"); `entries` go on with infinities; `most` entries at most lie within a cell, so `most` comparisons from
+    `below` on finish the search.
+    """
+
+    below: npt.NDArray[np.uint32]
+    entries: F32
+    most: int
+
+    @classmethod
+    def of(cls, entries: F32 | None, *, side: Literal["left", "right"]) -> Cells:
+        """Prepare `entries`; None gives an empty search."""
+        if entries is None:
+            return cls(below=np.empty(0, np.uint32), entries=np.empty(0, np.float32), most=0)
+        upper = np.arange(1 << 16, dtype=np.uint32) << 16
+        inner, outer = upper.view(np.float32), (upper | 0xFFFF).view(np.float32)
+        negative = upper >> 31 == 1
+        with np.errstate(invalid="ignore"):
+            below = np.searchsorted(entries, np.where(negative, outer, inner), side=side)
+            within = np.searchsorted(entries, np.where(negative, inner, outer), side=side) - below
+        most = max(1, int(within[np.isfinite(inner)].max()))
+        padded = np.concatenate([entries, np.full(most + 1, np.inf, np.float32)]).astype(np.float32)
+        return cls(below=below.astype(np.uint32), entries=padded, most=most)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,22 +64,19 @@ class FixedTables:
         return self.edges, self.buckets
 
     @cached_property
-    def cells(self) -> tuple[npt.NDArray[np.uint16], F32, int]:
-        """The search for a bucket, prepared: floats with the same upper 16 bits form a cell.
+    def edge_cells(self) -> Cells:
+        """The search for the bucket of a value."""
+        return Cells.of(self.quantiser()[0], side="right")
 
-        The number of edges not above the smallest float of each cell, the edges with infinities after them, and the
-        most edges that lie within one cell: so many comparisons finish the search.
-        """
-        edges, _ = self.quantiser()
-        upper = np.arange(1 << 16, dtype=np.uint32) << 16
-        inner, outer = upper.view(np.float32), (upper | 0xFFFF).view(np.float32)
-        negative = upper >> 31 == 1
-        with np.errstate(invalid="ignore"):
-            below = np.searchsorted(edges, np.where(negative, outer, inner), side="right")
-            within = np.searchsorted(edges, np.where(negative, inner, outer), side="right") - below
-        most = int(within[np.isfinite(inner)].max())
-        padded = np.concatenate([edges, np.full(most, np.inf, np.float32)]).astype(np.float32)
-        return below.astype(np.uint16), padded, most
+    @cached_property
+    def scale_cells(self) -> Cells:
+        """The search for the least 8-bit scale not below a value; empty without such scales."""
+        return Cells.of(self.scale, side="left")
+
+    @cached_property
+    def offset_cells(self) -> Cells:
+        """The same for 8-bit offsets."""
+        return Cells.of(self.offset, side="left")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +91,8 @@ class EntropyTables:
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelStatistics:
-    """Of each channel, [N]: its mean rounded to bf16 (f32), and its variance (f64) about the mean before rounding.
-
-    A large bias, which bf16 holds coarsely, is no spread. `peak` is the largest distance of any value from a rounded
-    mean.
+    """Of each channel, [N]: its mean rounded to bf16 (f32), and its variance (f64) about the mean before rounding: a
+    large bias, which bf16 holds coarsely, is no spread. `peak` is the largest distance of a value from a rounded mean.
     """
 
     mean: F32

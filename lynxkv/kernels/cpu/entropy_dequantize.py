@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lynxkv.errors import ContentError
-from lynxkv.kernels.cpu.bits import finish_rows, jit
-from lynxkv.kernels.cpu.memory import U8, Strided, read_only
+from lynxkv.kernels.cpu.bits import jit
+from lynxkv.kernels.cpu.finish import finish_symbols, finish_values
+from lynxkv.kernels.cpu.memory import U8, Strided, bounded, read_only
 from lynxkv.kernels.cpu.packing import clear, unpack_rows
 from lynxkv.kernels.cpu.threads import run_split
 from lynxkv.kernels.cpu.turn import rows_to_tile
@@ -88,22 +89,6 @@ def _unpack_digits(
 
 
 @jit
-def _centre(symbols: Any, values: Any) -> None:
-    """q of each symbol."""
-    for i in range(len(values)):
-        values[i] = np.float32(symbols[i]) - np.float32(SYMBOL_ZERO)
-
-
-@jit
-def _join(symbols: Any, digits: Any, radix: int, values: Any) -> None:
-    """j of each symbol and digit."""
-    scale = np.float32(2 * radix)
-    bias = np.float32(2 * radix * SYMBOL_ZERO + radix - 1)
-    for i in range(len(values)):
-        values[i] = (np.float32(symbols[i]) * scale - bias) + np.float32(digits[i]) * np.float32(2)
-
-
-@jit
 def _decode_tiles(
     start: int,
     stop: int,
@@ -125,23 +110,20 @@ def _decode_tiles(
     padded = -(-dim // 8) * 8
     tile = np.zeros(TILE_TOKENS * padded, np.uint8)
     low = np.zeros(len(tile), np.uint8)
-    values = np.empty(len(tile), np.float32)
-    steps = np.full(dim, step, np.float32)
     stride = len(digits) // len(row_of)
+    factor = np.float32(2 * radix if radix else 1)
+    bias = np.float32(2 * radix * SYMBOL_ZERO + radix - 1 if radix else SYMBOL_ZERO)
     for first in range(start, stop, TILE_TOKENS):
         count = min(TILE_TOKENS, stop - first)
-        part = values[: count * padded]
+        part = tile[: count * padded]
         for head in range(heads):
             rows = row_of[head * dim : head * dim + dim]
-            rows_to_tile(symbols, rows, tokens, first, count, tile, padded)
+            rows_to_tile(symbols, rows, tokens, first, count, part, padded)
             if radix:
                 rows_to_tile(digits, rows, stride, first, count, low, padded)
-                _join(tile, low, radix, part)
-            else:
-                _centre(tile, part)
             means = mean[head * dim : head * dim + dim]
             at = head * head_stride + first * token_stride
-            finish_rows(part, steps, means, 1, out, at, head_stride, token_stride, kind)
+            finish_symbols(part, low, padded, factor, bias, step, means, out, at, token_stride, kind)
 
 
 @jit
@@ -160,8 +142,7 @@ def _patch_escapes(
     token_stride: int,
     kind: int,
 ) -> None:
-    value = np.empty(8, np.float32)
-    steps = np.full(1, step, np.float32)
+    value, steps = np.zeros(8, np.float32), np.full(1, step, np.float32)
     stride = len(digits) // len(order)
     for i in range(len(positions)):
         row = positions[i] // tokens
@@ -172,7 +153,7 @@ def _patch_escapes(
         channel = order[row]
         value[0] = index
         at = channel // dim * head_stride + token * token_stride + channel % dim
-        finish_rows(value, steps, mean[channel : channel + 1], 1, out, at, head_stride, token_stride, kind)
+        finish_values(value, 8, steps, mean[channel : channel + 1], 1, out, at, head_stride, token_stride, kind)
 
 
 def dequantize_entropy(
@@ -205,6 +186,9 @@ def dequantize_entropy(
     row_of = np.zeros(spec.channels, np.int64)
     row_of[order] = np.arange(spec.channels)
 
+    farthest = 256.0 * max(1, 2 * radix) * float(step) + float(np.abs(mean).max())
+    kind = bounded(out, farthest)
+
     def decode(start: int, stop: int) -> None:
         _decode_tiles(
             start,
@@ -221,7 +205,7 @@ def dequantize_entropy(
             out.flat,
             out.head_stride,
             out.token_stride,
-            out.kind,
+            kind,
         )
 
     run_split(decode, tokens, unit=TILE_TOKENS, elements=count)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from lynxkv.kernels.cpu.bits import jit, load_rows
+from lynxkv.kernels.cpu.bits import jit, load_rows, wide_vectors
 from lynxkv.kernels.cpu.memory import U8, read_only, source
 from lynxkv.kernels.cpu.packing import clear, pack_rows
 from lynxkv.kernels.cpu.threads import run_split
@@ -29,6 +29,7 @@ _SCAN = 4096
 @jit
 def _symbols(values: Any, padded: int, mean: Any, step: Any, tile: Any) -> None:
     """Symbols of values [n, padded], and y in their place."""
+    wide_vectors()
     dim = len(mean)
     for i in range(len(values) // padded):
         v = values[i * padded : i * padded + dim]
@@ -44,6 +45,7 @@ def _symbols(values: Any, padded: int, mean: Any, step: Any, tile: Any) -> None:
 @jit
 def _digits(values: Any, radix: Any, tile: Any) -> None:
     """Digits of y: none is negative, so cutting off the fraction is the floor."""
+    wide_vectors()
     top = np.int32(radix - 1)
     scale = np.float32(radix)
     for i in range(len(values)):
@@ -71,6 +73,7 @@ def _encode_tiles(
     digits: Any,
 ) -> None:
     """Tokens [start, stop) of all channels; digits [N, stride] only where the radix is above 1."""
+    wide_vectors()
     padded = -(-dim // 8) * 8
     tile = np.zeros(TILE_TOKENS * padded, np.uint8)
     values = np.zeros(len(tile), np.float32)

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from lynxkv.kernels.cpu.bits import jit, load_rows, upper_half_of
-from lynxkv.kernels.cpu.memory import U8, read_only, source
+from lynxkv.kernels.cpu.bits import jit, load_rows, upper_half_of, wide_vectors
+from lynxkv.kernels.cpu.memory import U8, source
 from lynxkv.kernels.cpu.packing import pack_rows
 from lynxkv.kernels.cpu.threads import run_split
-from lynxkv.kernels.tables import F32, FixedTables
+from lynxkv.kernels.tables import Cells, FixedTables
 from lynxkv.layout import FixedCoding, TensorSpec
 
 
@@ -97,32 +97,27 @@ def _share(parameter: Any, heads: int, dim: int, largest: bool) -> None:
 
 
 @jit
-def _entries(table: Any, values: Any, round_up: bool, index: Any) -> None:
-    """For each value the least entry not below it, or the nearest one.
-
-    All searches go step by step together: one alone would wait for memory and comparison at each of its eight steps.
-    """
+def _entries(below: Any, entries: Any, most: int, values: Any, round_up: bool, index: Any) -> None:
+    """For each value the least entry not below it, the last if there is none; or the nearest one."""
+    last = np.uint32(len(entries) - most - 2)
     for x in range(len(values)):
-        index[x] = 0
-    left = len(table) - 1
-    while left > 0:
-        half = (left + 1) // 2
-        probe = table[half - 1 :]
-        for x in range(len(values)):
-            at = index[x]
-            index[x] = at + np.uint32(half) if probe[at] < values[x] else at
-        left -= half
+        at = below[upper_half_of(values[x])]
+        for _ in range(most):
+            at += np.uint32(entries[at] < values[x])
+        index[x] = min(at, last)
     if not round_up:
+        # Without branches: which of two neighbours is nearer is as good as random.
         for x in range(len(values)):
             at = index[x]
-            below = at - np.uint32(1) if at > 0 else at
-            index[x] = below if abs(values[x] - table[below]) < abs(table[at] - values[x]) else at
+            lower = at - np.uint32(at > 0)
+            nearer = np.uint32(abs(values[x] - entries[lower]) < abs(entries[at] - values[x]))
+            index[x] = at - nearer * np.uint32(at > 0)
 
 
 @jit
 def _store_parameter(
     values: Any,
-    table: Any,
+    search: Any,
     round_up: bool,
     heads: int,
     dim: int,
@@ -134,10 +129,11 @@ def _store_parameter(
 ) -> None:
     """Store values [heads, dim rounded up to 8] of a chunk, as f32 or by the table, and take what they decode to."""
     padded = len(values) // heads
-    if len(table):
-        _entries(table, values, round_up, index)
+    below, entries, most = search
+    if len(below):
+        _entries(below, entries, most, values, round_up, index)
         for x in range(len(values)):
-            values[x] = table[index[x]]
+            values[x] = entries[index[x]]
         if shared:
             as_u8[at] = index[0]
             return
@@ -153,21 +149,25 @@ def _store_parameter(
 
 
 @jit
-def _codes_of(
-    values: Any, width: int, scale: Any, cells: Any, edges: Any, edges_per_cell: int, buckets: Any, codes: Any
-) -> None:
+def _codes_of(values: Any, width: int, scale: Any, below: Any, edges: Any, most: int, buckets: Any, codes: Any) -> None:
+    """Codes of values [n, width] / scale; 0 / 0 where a scale is."""
+    wide_vectors()
     for i in range(len(values) // width):
         row = values[i * width : (i + 1) * width]
         own = codes[i * width : (i + 1) * width]
         for x in range(width):
             quotient = row[x] / scale[x]
             row[x] = quotient if scale[x] > 0 else np.float32(0)
-        for x in range(width):
-            unit = row[x]
-            bucket = np.int64(cells[upper_half_of(unit)])
-            for _ in range(edges_per_cell):
-                bucket += np.int64(unit >= edges[bucket])
-            own[x] = buckets[bucket]
+        if most == 1:
+            for x in range(width):
+                at = below[upper_half_of(row[x])]
+                own[x] = buckets[at + np.uint32(row[x] >= edges[at])]
+        else:
+            for x in range(width):
+                at = below[upper_half_of(row[x])]
+                for _ in range(most):
+                    at += np.uint32(row[x] >= edges[at])
+                own[x] = buckets[at]
 
 
 @jit
@@ -195,11 +195,15 @@ def _encode_blocks(
     shared: bool,
     has_offset: bool,
     peak: Any,
-    scale_table: Any,
-    offset_table: Any,
-    cells: Any,
+    scale_below: Any,
+    scale_entries: Any,
+    scale_most: int,
+    offset_below: Any,
+    offset_entries: Any,
+    offset_most: int,
+    edges_below: Any,
     edges: Any,
-    edges_per_cell: int,
+    edges_most: int,
     buckets: Any,
     bits: int,
     residual_bits: int,
@@ -214,6 +218,7 @@ def _encode_blocks(
 ) -> None:
     """Blocks [start, stop): pages, or without pages chunks, of `heads` heads each, all heads of one after the other."""
     padded = -(-dim // 8) * 8
+    wide_vectors()
     width = heads * padded
     groups = all_heads // heads
     all_values = np.zeros(block_tokens * width, np.float32)
@@ -248,16 +253,18 @@ def _encode_blocks(
                     _share(high, heads, dim, True)
                     _share(low, heads, dim, False)
                 _middle(high, low, middle)
-                _store_parameter(middle, offset_table, False, heads, dim, shared, at, offset_f32, offset_u8, index)
+                search = (offset_below, offset_entries, offset_most)
+                _store_parameter(middle, search, False, heads, dim, shared, at, offset_f32, offset_u8, index)
                 _subtract(part, width, middle)
             _magnitudes(part, width, reach)
             if shared:
                 _share(reach, heads, dim, True)
             for i in range(width):
                 reach[i] = reach[i] / peak
-            _store_parameter(reach, scale_table, True, heads, dim, shared, at, scale_f32, scale_u8, index)
+            search = (scale_below, scale_entries, scale_most)
+            _store_parameter(reach, search, True, heads, dim, shared, at, scale_f32, scale_u8, index)
             own = codes[begin * width : begin * width + len(part)]
-            _codes_of(part, width, reach, cells, edges, edges_per_cell, buckets, own)
+            _codes_of(part, width, reach, edges_below, edges, edges_most, buckets, own)
         _clear_padding(codes, padded, dim)
         row, step = first * all_heads + head, (1 if heads == all_heads else all_heads)
         rows = tokens * all_heads
@@ -282,8 +289,9 @@ def quantize_fixed(x: Tensor, coding: FixedCoding, tables: FixedTables) -> tuple
         at += size
     residual = np.empty(coding.residual_bytes(tokens, spec), np.uint8)
     u8 = coding.chunk_dtype == "u8"
-    _, buckets = tables.quantiser()
-    cells, edges, edges_per_cell = tables.cells
+    buckets = tables.quantiser()[1].astype(np.uint32)
+    edges, none = tables.edge_cells, Cells.of(None, side="left")
+    scales, offsets = (tables.scale_cells, tables.offset_cells) if u8 else (none, none)
 
     def encode(start: int, stop: int) -> None:
         _encode_blocks(
@@ -303,11 +311,15 @@ def quantize_fixed(x: Tensor, coding: FixedCoding, tables: FixedTables) -> tuple
             shared,
             coding.offset,
             np.float32(tables.peak),
-            _table(tables.scale if u8 else None),
-            _table(tables.offset if u8 else None),
-            cells,
-            edges,
-            edges_per_cell,
+            scales.below,
+            scales.entries,
+            scales.most,
+            offsets.below,
+            offsets.entries,
+            offsets.most,
+            edges.below,
+            edges.entries,
+            edges.most,
             buckets,
             coding.anchor_bits,
             coding.residual_bits,
@@ -324,11 +336,6 @@ def quantize_fixed(x: Tensor, coding: FixedCoding, tables: FixedTables) -> tuple
     blocks = -(-tokens // block_tokens) * (heads // at_once)
     run_split(encode, blocks, unit=1, elements=x.numel())
     return anchor, residual if coding.residual_bits else None
-
-
-def _table(values: F32 | None) -> F32:
-    """A table of 8-bit parameters, empty where they are stored as f32."""
-    return read_only(_NO_F32 if values is None else values.astype(np.float32, copy=False))
 
 
 _NO_F32 = np.empty(0, np.float32)

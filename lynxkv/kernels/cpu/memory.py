@@ -10,7 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lynxkv.kernels.cpu.bits import BF16, BF16_IN_F32, FP16, FP16_IN_F32, FP32
+from lynxkv.kernels.cpu.bits import BF16, BF16_BOUNDED, BF16_IN_F32, FP16, FP16_IN_F32, FP32
+from lynxkv.kernels.cpu.finish import BOUND
 
 U8 = npt.NDArray[np.uint8]
 
@@ -40,6 +41,11 @@ def destination(out: Tensor, dtype: str) -> Strided | None:
     if kind is None or out.device.type != "cpu" or (out.stride(2) != 1 and out.shape[2] > 1):
         return None
     return _strided(out, kind)
+
+
+def bounded(place: Strided, bound: float) -> int:
+    """The kind of a destination whose values are at most `bound`: cheaper to round, where that is far from overflow."""
+    return BF16_BOUNDED if place.kind == BF16 and bound < BOUND else place.kind
 
 
 def source(x: Tensor) -> Strided:

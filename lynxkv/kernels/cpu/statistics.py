@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from lynxkv.kernels.cpu.bits import bf16_of, f32_of_bf16, jit, load_rows
+from lynxkv.kernels.cpu.bits import bf16_of, f32_of_bf16, jit, load_rows, wide_vectors
 from lynxkv.kernels.cpu.memory import source
 from lynxkv.kernels.cpu.threads import run_split
 from lynxkv.kernels.tables import ChannelStatistics
@@ -49,6 +49,7 @@ def _statistics(
     peaks: Any,
 ) -> None:
     """Heads [start, stop), each read twice, in blocks: sums in f64, so that no square overflows."""
+    wide_vectors()
     padded = -(-dim // 8) * 8
     values = np.zeros(_BLOCK_TOKENS * padded, np.float32)
     for head in range(start, stop):

@@ -1,0 +1,260 @@
+"""The last step of decoding: from bytes to rounded values in the destination, many rows a call.
+
+    out = round(fl(fl(value * scale) + offset))
+
+For each rounding a loop of its own, over many rows: a call a row, with its counted references to every array, costs a
+third more, and so does a second loop only to round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba.core import types
+from numba.extending import overload
+
+from lynxkv.kernels.cpu.bits import (
+    BF16,
+    BF16_BOUNDED,
+    BF16_IN_F32,
+    FP16_IN_F32,
+    bf16_of,
+    bf16_of_bounded,
+    f32_of_bf16,
+    f32_of_fp16,
+    fp16_of,
+    helper,
+    wide_vectors,
+)
+
+# Far enough below the largest bf16 that no sum rounds to infinity; bounds are worked out in f64.
+BOUND = 3.0e38
+
+
+def _loops(rounded: Callable[[Any], Any]) -> tuple[Callable[..., None], Callable[..., None]]:
+    """The two loops below with one rounding, f32 to an element of the destination."""
+
+    @helper
+    def symbols(
+        tile: Any,
+        low: Any,
+        padded: Any,
+        factor: Any,
+        bias: Any,
+        step: Any,
+        mean: Any,
+        out: Any,
+        at: Any,
+        token_stride: Any,
+    ) -> None:
+        wide_vectors()
+        dim = len(mean)
+        for i in range(len(tile) // padded):
+            high = tile[i * padded : i * padded + dim]
+            digit = low[i * padded : i * padded + dim]
+            row = out[at + i * token_stride : at + i * token_stride + dim]
+            for d in range(dim):
+                # Exact: integers below 2^24.
+                index = (np.float32(high[d]) * factor - bias) + np.float32(digit[d]) * np.float32(2)
+                row[d] = rounded(index * step + mean[d])
+
+    @helper
+    def rows(
+        values: Any,
+        padded: Any,
+        scale: Any,
+        offset: Any,
+        heads: Any,
+        out: Any,
+        at: Any,
+        head_stride: Any,
+        token_stride: Any,
+    ) -> None:
+        wide_vectors()
+        dim = len(scale) // heads
+        for i in range(len(values) // padded):
+            head = i % heads
+            v = values[i * padded : i * padded + dim]
+            s = scale[head * dim : head * dim + dim]
+            o = offset[head * dim : head * dim + dim]
+            start = at + head * head_stride + i // heads * token_stride
+            row = out[start : start + dim]
+            for d in range(dim):
+                row[d] = rounded(v[d] * s[d] + o[d])
+
+    return symbols, rows
+
+
+@helper
+def _bf16_widened(value: Any) -> Any:
+    return f32_of_bf16(bf16_of(value))
+
+
+@helper
+def _fp16_widened(value: Any) -> Any:
+    return f32_of_fp16(fp16_of(value))
+
+
+@helper
+def _unrounded(value: Any) -> Any:
+    return value
+
+
+_symbols_bf16, _values_bf16 = _loops(bf16_of)
+_symbols_bounded, _values_bounded = _loops(bf16_of_bounded)
+_symbols_fp16, _values_fp16 = _loops(fp16_of)
+_symbols_bf16_f32, _values_bf16_f32 = _loops(_bf16_widened)
+_symbols_fp16_f32, _values_fp16_f32 = _loops(_fp16_widened)
+_symbols_f32, _values_f32 = _loops(_unrounded)
+
+
+def finish_symbols(
+    tile: Any,
+    low: Any,
+    padded: int,
+    factor: Any,
+    bias: Any,
+    step: Any,
+    mean: Any,
+    out: Any,
+    at: int,
+    token_stride: int,
+    kind: int,
+) -> None:
+    """Values of tile and low, u8 [tokens, padded]: round((tile * factor - bias + 2 * low) * step + mean[channel]).
+
+    The first row of `out`, a u16 or f32 array whose elements `kind` describes, is at `at`.
+    """
+    raise NotImplementedError("compiled code only")
+
+
+@overload(finish_symbols)
+def _finish_symbols(
+    tile: Any,
+    low: Any,
+    padded: Any,
+    factor: Any,
+    bias: Any,
+    step: Any,
+    mean: Any,
+    out: Any,
+    at: Any,
+    token_stride: Any,
+    kind: Any,
+) -> Any:
+    def into_16(
+        tile: Any,
+        low: Any,
+        padded: Any,
+        factor: Any,
+        bias: Any,
+        step: Any,
+        mean: Any,
+        out: Any,
+        at: Any,
+        token_stride: Any,
+        kind: Any,
+    ) -> Any:
+        if kind == BF16_BOUNDED:
+            _symbols_bounded(tile, low, padded, factor, bias, step, mean, out, at, token_stride)
+        elif kind == BF16:
+            _symbols_bf16(tile, low, padded, factor, bias, step, mean, out, at, token_stride)
+        else:
+            _symbols_fp16(tile, low, padded, factor, bias, step, mean, out, at, token_stride)
+
+    def into_32(
+        tile: Any,
+        low: Any,
+        padded: Any,
+        factor: Any,
+        bias: Any,
+        step: Any,
+        mean: Any,
+        out: Any,
+        at: Any,
+        token_stride: Any,
+        kind: Any,
+    ) -> Any:
+        if kind == BF16_IN_F32:
+            _symbols_bf16_f32(tile, low, padded, factor, bias, step, mean, out, at, token_stride)
+        elif kind == FP16_IN_F32:
+            _symbols_fp16_f32(tile, low, padded, factor, bias, step, mean, out, at, token_stride)
+        else:
+            _symbols_f32(tile, low, padded, factor, bias, step, mean, out, at, token_stride)
+
+    return into_16 if out.dtype == types.uint16 else into_32
+
+
+def finish_values(
+    values: Any,
+    padded: int,
+    scale: Any,
+    offset: Any,
+    heads: int,
+    out: Any,
+    at: int,
+    head_stride: int,
+    token_stride: int,
+    kind: int,
+) -> None:
+    """round(values * scale + offset), f32 [tokens, heads, padded] and twice [heads, head_dim].
+
+    The first row of `out`, a u16 or f32 array whose elements `kind` describes, is at `at`.
+    """
+    raise NotImplementedError("compiled code only")
+
+
+@overload(finish_values)
+def _finish_values(
+    values: Any,
+    padded: Any,
+    scale: Any,
+    offset: Any,
+    heads: Any,
+    out: Any,
+    at: Any,
+    head_stride: Any,
+    token_stride: Any,
+    kind: Any,
+) -> Any:
+    def into_16(
+        values: Any,
+        padded: Any,
+        scale: Any,
+        offset: Any,
+        heads: Any,
+        out: Any,
+        at: Any,
+        head_stride: Any,
+        token_stride: Any,
+        kind: Any,
+    ) -> Any:
+        if kind == BF16_BOUNDED:
+            _values_bounded(values, padded, scale, offset, heads, out, at, head_stride, token_stride)
+        elif kind == BF16:
+            _values_bf16(values, padded, scale, offset, heads, out, at, head_stride, token_stride)
+        else:
+            _values_fp16(values, padded, scale, offset, heads, out, at, head_stride, token_stride)
+
+    def into_32(
+        values: Any,
+        padded: Any,
+        scale: Any,
+        offset: Any,
+        heads: Any,
+        out: Any,
+        at: Any,
+        head_stride: Any,
+        token_stride: Any,
+        kind: Any,
+    ) -> Any:
+        if kind == BF16_IN_F32:
+            _values_bf16_f32(values, padded, scale, offset, heads, out, at, head_stride, token_stride)
+        elif kind == FP16_IN_F32:
+            _values_fp16_f32(values, padded, scale, offset, heads, out, at, head_stride, token_stride)
+        else:
+            _values_f32(values, padded, scale, offset, heads, out, at, head_stride, token_stride)
+
+    return into_16 if out.dtype == types.uint16 else into_32
