@@ -2,14 +2,16 @@
 
 Rates count 16-bit tensor bytes: those written when decoding, those read when encoding. Every repeat runs all operations
 once, one after the other, so that whatever else the machine does meets them alike; ratios are taken within a repeat.
+Segments are shared out to as many threads as torch has, which is what the copy uses too.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -104,11 +106,12 @@ def _case(
     # In one piece: the fastest that a copy gets.
     source, target = torch.zeros(total // 2, dtype=torch.bfloat16), torch.ones(total // 2, dtype=torch.bfloat16)
     operations: list[Operation] = [("torch", "copy", lambda: target.copy_(source), total)]
+    pool = ThreadPoolExecutor(torch.get_num_threads())
     for name, module in modules.items():
         some = segments[: max(1, len(segments) // (_REFERENCE_SHARE if name == "reference" else 1))]
-        operations += _operations(name, module, some, codec, coding, spec)
+        operations += _operations(name, module, some, coding, spec, pool)
     if codec.compress and "cpu" in modules:
-        operations += _with_zstd(modules["cpu"], segments, coding, spec)
+        operations += _with_zstd(modules["cpu"], segments, coding, spec, pool)
     image = save_safetensors({str(number): x for number, x in enumerate(xs)})
     operations.append(("safetensors", "load", lambda: load_safetensors(image), total))
     return [
@@ -137,36 +140,34 @@ def _data(heads: int, dim: int, codec: Codec, coding: Coding, data_bytes: int) -
 
 
 def _operations(
-    name: str, module: Backend, segments: Sequence[_Segment], codec: Codec, coding: Coding, spec: TensorSpec
+    name: str, module: Backend, segments: Sequence[_Segment], coding: Coding, spec: TensorSpec, pool: Executor
 ) -> list[Operation]:
     """Quantise, decode to anchor precision, decode to full precision. Quantising includes the statistics it needs."""
     moved = sum(segment.x.nbytes for segment in segments)
 
-    def quantize() -> None:
-        for segment in segments:
-            if coding.scheme == "entropy":
-                module.channel_statistics(segment.x)
-            module.quantize(segment.x, coding, segment.tables)
+    def quantize(segment: _Segment) -> None:
+        if coding.scheme == "entropy":
+            module.channel_statistics(segment.x)
+        module.quantize(segment.x, coding, segment.tables)
 
-    def anchor() -> None:
-        for segment in segments:
-            module.dequantize(segment.anchor, None, coding, segment.tables, spec, "bf16", segment.out)
+    def anchor(segment: _Segment) -> None:
+        module.dequantize(segment.anchor, None, coding, segment.tables, spec, "bf16", segment.out)
 
-    def refine() -> None:
-        for segment in segments:
-            module.dequantize(segment.anchor, segment.residual, coding, segment.tables, spec, "bf16", segment.out)
+    def refine(segment: _Segment) -> None:
+        module.dequantize(segment.anchor, segment.residual, coding, segment.tables, spec, "bf16", segment.out)
 
-    found: list[Operation] = [(name, "quantize", quantize, moved), (name, "dequantize anchor", anchor, moved)]
+    works = {"quantize": quantize, "dequantize anchor": anchor}
     if coding.has_residual:
-        found.append((name, "refine", refine, moved))
-    return found
+        works["refine"] = refine
+    return [(name, op, partial(_each, pool, work, segments), moved) for op, work in works.items()]
 
 
-def _with_zstd(module: Backend, segments: Sequence[_Segment], coding: Coding, spec: TensorSpec) -> list[Operation]:
-    """Frames to values, segments shared out to all threads; zstd alone beside it."""
+def _with_zstd(
+    module: Backend, segments: Sequence[_Segment], coding: Coding, spec: TensorSpec, pool: Executor
+) -> list[Operation]:
+    """From frames to values, and zstd alone beside it."""
     frames = [compress(segment.anchor) for segment in segments]
     moved = sum(segment.x.nbytes for segment in segments)
-    pool = ThreadPoolExecutor(torch.get_num_threads())
 
     def unpack(number: int) -> Any:
         return decompress(frames[number], segments[number].anchor.nbytes, where="a segment")
@@ -175,10 +176,16 @@ def _with_zstd(module: Backend, segments: Sequence[_Segment], coding: Coding, sp
         segment = segments[number]
         module.dequantize(unpack(number), None, coding, segment.tables, spec, "bf16", segment.out)
 
+    numbers = range(len(frames))
     return [
-        ("zstd", "decompress", lambda: list(pool.map(unpack, range(len(frames)))), moved),
-        ("cpu", "zstd + dequantize anchor", lambda: list(pool.map(decode, range(len(frames)))), moved),
+        ("zstd", "decompress", partial(_each, pool, unpack, numbers), moved),
+        ("cpu", "zstd + dequantize anchor", partial(_each, pool, decode, numbers), moved),
     ]
+
+
+def _each(pool: Executor, work: Callable[[Any], object], items: Sequence[Any]) -> None:
+    for _ in pool.map(work, items):
+        pass
 
 
 def _measure(operations: Sequence[Operation], *, repeats: int) -> list[dict[str, Any]]:
