@@ -1,8 +1,8 @@
 """Kernels: KV tensors to segment bytes and back (SPEC 8), one signature over three backends.
 
-`reference` (plain torch) is the definition, `cpu` is numba. Decoding is bit-equal across them. The tensor's device
-chooses; LYNXKV_BACKEND overrides it. Bytes are numpy arrays in host memory, tensors are torch's. numba is imported by
-the first call that needs it, not by this module.
+`reference` (plain torch) is the definition, `cpu` is numba, `triton` is for GPUs. Decoding is bit-equal across them; so
+is encoding, as it happens. The tensor's device chooses; LYNXKV_BACKEND overrides it. Bytes are numpy arrays in host
+memory, tensors are torch's. numba and triton are imported by the first call that needs them, not by this module.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from lynxkv.errors import InputError
@@ -23,9 +24,9 @@ from lynxkv.layout import Coding, TensorSpec
 
 U8 = npt.NDArray[np.uint8]
 
-BACKENDS = ("reference", "cpu")
-_NEEDS = {"cpu": "numba"}
-_OF_DEVICE = {"cpu": "cpu"}
+BACKENDS = ("reference", "cpu", "triton")
+_NEEDS = {"cpu": "numba", "triton": "triton"}
+_OF_DEVICE = {"cpu": "cpu", "cuda": "triton"}
 
 
 class Backend(Protocol):
@@ -100,7 +101,9 @@ def named_backend(name: str) -> Backend:
         raise InputError(f"there is no kernel backend {name!r}", hint=f"choose one of {', '.join(BACKENDS)}")
     missing = _missing(name)
     if missing is not None:
-        raise InputError(f"the kernel backend {name} cannot work: {missing}", hint="LYNXKV_BACKEND unset chooses one")
+        raise InputError(
+            f"the kernel backend {name} cannot work: {missing}", hint="without LYNXKV_BACKEND one that works is chosen"
+        )
     return _load(name)
 
 
@@ -108,7 +111,11 @@ def named_backend(name: str) -> Backend:
 def _missing(name: str) -> str | None:
     """Why this backend cannot be imported."""
     package = _NEEDS.get(name)
-    return f"{package} is not installed" if package and find_spec(package) is None else None
+    if package and find_spec(package) is None:
+        return f"{package} is not installed"
+    if name == "triton" and not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        return "there is no GPU, and TRITON_INTERPRET is not 1"
+    return None
 
 
 @cache

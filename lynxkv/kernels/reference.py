@@ -62,12 +62,12 @@ def dequantize(
 
 def channel_statistics(x: Tensor) -> ChannelStatistics:
     """Mean, variance and peak of x [H, T, D], any float dtype; sums in f64, so that no square overflows."""
-    rows = x.to("cpu", torch.float32).transpose(1, 2).reshape(-1, x.shape[1])
+    rows = x.to(torch.float32).transpose(1, 2).reshape(-1, x.shape[1])
     true_mean = rows.mean(1, dtype=torch.float64).to(torch.float32)
     mean = round_to(true_mean, "bf16").to(torch.float32)
     return ChannelStatistics(
-        mean=mean.numpy(),
-        variance=(rows - true_mean[:, None]).to(torch.float64).square().mean(1).numpy(),
+        mean=mean.cpu().numpy(),
+        variance=(rows - true_mean[:, None]).to(torch.float64).square().mean(1).cpu().numpy(),
         peak=float((rows - mean[:, None]).abs().max()),
     )
 
