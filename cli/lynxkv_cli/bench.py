@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lynxkv_cli import bench_kernels
 from lynxkv_cli._errors import UsageProblem
 from lynxkv_cli._options import Json, Quiet, read_text
 from lynxkv_cli._output import Output, Progress, can_style
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 HELP = """Example: lynxkv bench codec --quick
 
-Measure codecs on real caches.
+Measure codecs on real caches, kernels on this machine.
 """
 
 CODEC_HELP = """Example: lynxkv bench codec --quick
@@ -40,6 +41,7 @@ BASELINES = ("int8", "int4", "alg1:alpha=100,chunk_dtype=f32")
 TABLE_WIDTH = 240  # no column is ever cut short
 
 app = typer.Typer(help=HELP, no_args_is_help=False, rich_markup_mode=None)
+app.command("kernels", help=bench_kernels.HELP, short_help="Speed of the kernels beside a copy.")(bench_kernels.kernels)
 
 
 @app.command("codec", help=CODEC_HELP, short_help="Bits, errors and accepted draft length of every codec.")

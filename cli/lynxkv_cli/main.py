@@ -35,7 +35,7 @@ app.command(help=encode.HELP, short_help="Prefill a prompt and publish its KV ca
 app.command(help=inspect.HELP, short_help="Say what a cache is and where its bytes go.")(inspect.inspect)
 app.command(help=check.HELP, short_help="Read all of a cache and check every byte of it.")(check.check)
 app.command(help=generate.HELP, short_help="Answer a question from a cache while it arrives.")(generate.generate)
-app.add_typer(bench.app, name="bench", short_help="Measure codecs on real caches.")
+app.add_typer(bench.app, name="bench", short_help="Measure codecs on real caches, kernels on this machine.")
 
 
 def _version(asked: bool) -> None:

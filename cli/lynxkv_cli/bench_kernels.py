@@ -1,0 +1,129 @@
+"""`lynxkv bench kernels`: how fast tensors are coded and decoded here, or what compilers for GPUs make of the kernels."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lynxkv.errors import InputError
+from lynxkv_cli._errors import UsageProblem
+from lynxkv_cli._options import Json, Quiet
+from lynxkv_cli._output import Output
+
+if TYPE_CHECKING:
+    from lynxkv.bench.kernels import KernelRow
+    from lynxkv.kernels.triton.static import Compiled
+
+HELP = """Example: lynxkv bench kernels --mib 64
+
+Measure quantising, decoding and refining beside a plain copy of the same bytes.
+
+Rates count bytes of 16-bit tensors: those read when quantising, those written when decoding. All operations
+take turns, on as many threads as torch has; shown are the median over the repeats and, in brackets, the
+extremes. The reference is measured on a sixteenth of the data. Take a machine that does nothing else.
+
+With --static nothing is run: the Triton kernels are compiled for four kinds of GPU, and the table says what
+came out, and how long 2^20 elements take if memory bandwidth is all that counts.
+"""
+
+
+def kernels(
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option("--shape", metavar="HxD", help="KV heads and head dim, 3x64 and 8x128 by default; repeatable."),
+    ] = None,
+    codecs: Annotated[
+        list[str] | None,
+        typer.Option("--codec", metavar="NAME", help="Measure this one; default, alg1 and int4 by default."),
+    ] = None,
+    backends: Annotated[
+        list[str] | None,
+        typer.Option("--backend", metavar="NAME", help="Measure this one; cpu and reference by default."),
+    ] = None,
+    mib: Annotated[int, typer.Option(metavar="N", min=1, help="MiB of bf16 tensors.")] = 256,
+    repeats: Annotated[int, typer.Option(metavar="N", min=1, help="Times that everything is measured.")] = 5,
+    static: Annotated[bool, typer.Option("--static", help="Compile the Triton kernels, run nothing.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure the kernels."""
+    output = Output.of(as_json=as_json, quiet=quiet)
+    if static:
+        if find_spec("triton") is None:
+            raise InputError("triton is not installed", hint="it comes for Linux: pip install triton")
+        from lynxkv.kernels.triton.static import CASES, TARGETS, compile_case
+
+        with output.progress() as bars:
+            compiled = []
+            for done, case in enumerate(CASES):
+                bars("compile", done, len(CASES))
+                compiled += [compile_case(case, target) for target in TARGETS]
+            bars("compile", len(CASES), len(CASES))
+        output.result({"compiled": [asdict(row) for row in compiled]})
+        output.data(_table(STATIC, compiled))
+        return
+    import torch
+
+    from lynxkv.bench.kernels import BACKENDS, CODECS, SHAPES, bench_kernels
+
+    with output.progress() as bars:
+        rows = bench_kernels(
+            shapes=[_shape(text) for text in shapes] if shapes else SHAPES,
+            codecs=codecs or CODECS,
+            backends=backends or BACKENDS,
+            data_bytes=mib << 20,
+            repeats=repeats,
+            progress=lambda done, total: bars("measure", done, total),
+        )
+    about = {"machine": platform.machine(), "threads": torch.get_num_threads(), "repeats": repeats}
+    output.result({**about, "rows": [asdict(row) for row in rows]})
+    output.note(f"{about['machine']}, {about['threads']} threads, {repeats} repeats")
+    output.data(_table(COLUMNS, rows))
+
+
+def _shape(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", text)
+    if not found:
+        raise UsageProblem(f"{text!r} is not a shape", hint="write heads and head dim like 8x128")
+    return int(found[1]), int(found[2])
+
+
+COLUMNS: dict[str, Any] = {
+    "shape": lambda row: f"{row.heads}x{row.head_dim}",
+    "codec": lambda row: row.codec,
+    "backend": lambda row: row.backend,
+    "op": lambda row: row.op,
+    "gb_per_s": lambda row: f"{row.gb_per_s:.2f} [{row.low:.2f}, {row.high:.2f}]",
+    "copy_gb_per_s": lambda row: f"{row.copy_gb_per_s:.2f}",
+    "ratio_to_copy": lambda row: f"{row.ratio_to_copy:.3f}",
+}
+STATIC: dict[str, Any] = {
+    "kernel": lambda row: row.case,
+    "target": lambda row: row.target,
+    "registers": lambda row: str(row.registers),
+    "shared bytes": lambda row: str(row.shared_bytes),
+    "spilled bytes": lambda row: str(row.spilled_bytes),
+    "read, bytes": lambda row: f"{row.read_bytes:.2f}",
+    "written, bytes": lambda row: f"{row.written_bytes:.2f}",
+    "us per 2^20": lambda row: f"{row.us_per_mib_elements:.2f}",
+}
+
+
+def _table(columns: dict[str, Any], rows: Sequence[KernelRow] | Sequence[Compiled]) -> str:
+    """Columns apart by two spaces, numbers to the right: the same in a terminal, a pipe and a document."""
+    cells = [list(columns), *([show(row) for show in columns.values()] for row in rows)]
+    widths = [max(len(line[number]) for line in cells) for number in range(len(columns))]
+    left = [cell[0].isalpha() or "x" in cell for cell in cells[-1]]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if text else cell.rjust(width)
+            for cell, width, text in zip(line, widths, left, strict=True)
+        ).rstrip()
+        for line in cells
+    )
