@@ -1,4 +1,4 @@
-"""`lynxkv bench kernels`: how fast tensors are coded and decoded here, or what compilers for GPUs make of the kernels."""
+"""`lynxkv bench kernels`: how fast they are here, or what compilers for GPUs make of them."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ _I16, _I32, _F32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
 
 
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": False, "boundscheck": False}
+_INNER: dict[str, Any] = {**_OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 
 def jit(function: F) -> F:
@@ -31,12 +32,14 @@ def jit(function: F) -> F:
         return cast(F, numba.njit(cache=True, **_OPTIONS)(function))
     except RuntimeError:
         # No folder to write to, neither beside the source nor in the user's cache.
-        return helper(function)
+        return cast(F, numba.njit(**_OPTIONS)(function))
 
 
 def helper(function: F) -> F:
-    """The same for what only kernels call, closures too: its machine code is kept with theirs."""
-    return cast(F, numba.njit(**_OPTIONS)(function))
+    """The same for what only kernels call, closures too: its machine code is kept with theirs, and no way to call it
+    from Python is compiled.
+    """
+    return cast(F, numba.njit(**_INNER)(function))
 
 
 def _unary(source: Any, result: Any, build: Callable[[Any, Any], Any]) -> Any:

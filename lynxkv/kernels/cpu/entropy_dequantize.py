@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lynxkv.errors import ContentError
-from lynxkv.kernels.cpu.bits import jit
+from lynxkv.kernels.cpu.bits import helper, jit
 from lynxkv.kernels.cpu.finish import finish_symbols, finish_values
 from lynxkv.kernels.cpu.memory import U8, Strided, bounded, read_only
 from lynxkv.kernels.cpu.packing import clear, unpack_rows
@@ -29,7 +29,7 @@ from lynxkv.packing import INDEX_LIMIT, SYMBOL_ESCAPE, SYMBOL_ZERO, radix_group
 TILE_TOKENS = 64
 
 
-@jit
+@helper
 def _count_escapes(tile: Any) -> int:
     highest = np.uint8(0)
     for i in range(len(tile)):

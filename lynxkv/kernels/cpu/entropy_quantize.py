@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from lynxkv.kernels.cpu.bits import jit, load_rows, wide_vectors
+from lynxkv.kernels.cpu.bits import helper, jit, load_rows, wide_vectors
 from lynxkv.kernels.cpu.memory import U8, read_only, source
 from lynxkv.kernels.cpu.packing import clear, pack_rows
 from lynxkv.kernels.cpu.threads import run_split
@@ -26,7 +26,7 @@ TILE_TOKENS = 64
 _SCAN = 4096
 
 
-@jit
+@helper
 def _symbols(values: Any, padded: int, mean: Any, step: Any, tile: Any) -> None:
     """Symbols of values [n, padded], and y in their place."""
     wide_vectors()
@@ -42,7 +42,7 @@ def _symbols(values: Any, padded: int, mean: Any, step: Any, tile: Any) -> None:
             symbols[d] = np.uint8(np.int32(q + np.float32(SYMBOL_ZERO) if fits else np.float32(SYMBOL_ESCAPE)))
 
 
-@jit
+@helper
 def _digits(values: Any, radix: Any, tile: Any) -> None:
     """Digits of y: none is negative, so cutting off the fraction is the floor."""
     wide_vectors()

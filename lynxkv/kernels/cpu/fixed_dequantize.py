@@ -19,7 +19,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from lynxkv.errors import ContentError
-from lynxkv.kernels.cpu.bits import jit, wide_vectors
+from lynxkv.kernels.cpu.bits import helper, jit, wide_vectors
 from lynxkv.kernels.cpu.finish import finish_values
 from lynxkv.kernels.cpu.memory import U8, Strided, bounded, read_only
 from lynxkv.kernels.cpu.packing import clear, unpack_rows
@@ -43,7 +43,7 @@ def _padding_is_zero(data: Any, rows: int, dim: int, bits: int) -> bool:
     return True
 
 
-@jit
+@helper
 def _chunk_row(as_f32: Any, as_u8: Any, table: Any, chunk: int, group: int, row: Any) -> None:
     """A chunk's parameter for every channel, stored as f32 or as indices; each has its own, or one stands for all."""
     if group == 1:
@@ -60,7 +60,7 @@ def _chunk_row(as_f32: Any, as_u8: Any, table: Any, chunk: int, group: int, row:
             row[x] = own_f32[x]
 
 
-@jit
+@helper
 def _fold_page(scale: Any, offset: Any, page_scale: Any, page_mean: Any) -> None:
     for x in range(len(scale)):
         scale[x] *= page_scale[x]
@@ -97,7 +97,7 @@ def _permute(_context: Any, table: Any, codes: Any, _index: Any, values: Any) ->
 _permute_16: Any = intrinsic(_permute)
 
 
-@jit
+@helper
 def _look_up(codes: Any, table: Any, values: Any) -> None:
     wide_vectors()
     if len(table) == 16:

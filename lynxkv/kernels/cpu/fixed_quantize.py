@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from lynxkv.kernels.cpu.bits import jit, load_rows, upper_half_of, wide_vectors
+from lynxkv.kernels.cpu.bits import helper, jit, load_rows, upper_half_of, wide_vectors
 from lynxkv.kernels.cpu.memory import U8, source
 from lynxkv.kernels.cpu.packing import pack_rows
 from lynxkv.kernels.cpu.threads import run_split
@@ -24,7 +24,7 @@ from lynxkv.kernels.tables import Cells, FixedTables
 from lynxkv.layout import FixedCoding, TensorSpec
 
 
-@jit
+@helper
 def _extremes(values: Any, width: int, high: Any, low: Any) -> None:
     """Largest and smallest of each column of values [n, width]."""
     for x in range(width):
@@ -37,7 +37,7 @@ def _extremes(values: Any, width: int, high: Any, low: Any) -> None:
             low[x] = min(low[x], row[x])
 
 
-@jit
+@helper
 def _magnitudes(values: Any, width: int, high: Any) -> None:
     for x in range(width):
         high[x] = 0
@@ -47,14 +47,14 @@ def _magnitudes(values: Any, width: int, high: Any) -> None:
             high[x] = max(high[x], abs(row[x]))
 
 
-@jit
+@helper
 def _middle(high: Any, low: Any, middle: Any) -> None:
     """Halves first: the sum of two large values would overflow. Adding 0 leaves no negative zero."""
     for x in range(len(middle)):
         middle[x] = high[x] / np.float32(2) + low[x] / np.float32(2) + np.float32(0)
 
 
-@jit
+@helper
 def _normalise(values: Any, width: int, mean: Any, scale: Any) -> None:
     """(v - mean) / scale; 0 where the scale is."""
     for i in range(len(values) // width):
@@ -64,7 +64,7 @@ def _normalise(values: Any, width: int, mean: Any, scale: Any) -> None:
             row[x] = quotient if scale[x] > 0 else np.float32(0)
 
 
-@jit
+@helper
 def _subtract(values: Any, width: int, offset: Any) -> None:
     for i in range(len(values) // width):
         row = values[i * width : (i + 1) * width]
@@ -72,7 +72,7 @@ def _subtract(values: Any, width: int, offset: Any) -> None:
             row[x] = row[x] - offset[x]
 
 
-@jit
+@helper
 def _share(parameter: Any, heads: int, dim: int, largest: bool) -> None:
     """One value for all of parameter [heads, dim rounded up to 8]: its largest or smallest, the padding left out."""
     padded = len(parameter) // heads
@@ -96,7 +96,7 @@ def _share(parameter: Any, heads: int, dim: int, largest: bool) -> None:
         parameter[x] = best
 
 
-@jit
+@helper
 def _entries(below: Any, entries: Any, most: int, values: Any, round_up: bool, index: Any) -> None:
     """For each value the least entry not below it, the last if there is none; or the nearest one."""
     last = np.uint32(len(entries) - most - 2)
@@ -114,7 +114,7 @@ def _entries(below: Any, entries: Any, most: int, values: Any, round_up: bool, i
             index[x] = at - nearer * np.uint32(at > 0)
 
 
-@jit
+@helper
 def _store_parameter(
     values: Any,
     search: Any,
@@ -148,7 +148,7 @@ def _store_parameter(
                 as_f32[at + head * dim + d] = values[head * padded + d]
 
 
-@jit
+@helper
 def _codes_of(values: Any, width: int, scale: Any, below: Any, edges: Any, most: int, buckets: Any, codes: Any) -> None:
     """Codes of values [n, width] / scale; 0 / 0 where a scale is."""
     wide_vectors()
@@ -170,7 +170,7 @@ def _codes_of(values: Any, width: int, scale: Any, below: Any, edges: Any, most:
                 own[x] = buckets[at]
 
 
-@jit
+@helper
 def _clear_padding(codes: Any, padded: int, dim: int) -> None:
     for i in range(len(codes) // padded):
         for d in range(dim, padded):

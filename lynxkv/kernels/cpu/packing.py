@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from lynxkv.kernels.cpu.bits import jit
+from lynxkv.kernels.cpu.bits import helper
 
 
-@jit
+@helper
 def _append_4(data: Any, first: int, s: int, codes: Any) -> None:
     for row in range(len(codes) // (2 * s)):
         plane = data[first + row * s : first + row * s + s]
@@ -26,7 +26,7 @@ def _append_4(data: Any, first: int, s: int, codes: Any) -> None:
             high[k] = np.uint8(plane[k] >> 4) | np.uint8(high[k] << 4)
 
 
-@jit
+@helper
 def _append_2(data: Any, first: int, s: int, codes: Any) -> None:
     for row in range(len(codes) // (4 * s)):
         plane = data[first + row * s : first + row * s + s]
@@ -42,7 +42,7 @@ def _append_2(data: Any, first: int, s: int, codes: Any) -> None:
             d[k] = np.uint8(plane[k] >> 6) | np.uint8(d[k] << 2)
 
 
-@jit
+@helper
 def _append_1(data: Any, first: int, s: int, codes: Any) -> None:
     for row in range(len(codes) // (8 * s)):
         plane = data[first + row * s : first + row * s + s]
@@ -54,7 +54,7 @@ def _append_1(data: Any, first: int, s: int, codes: Any) -> None:
                 part[k] = np.uint8((plane[k] & bit) != 0) | np.uint8(part[k] << 1)
 
 
-@jit
+@helper
 def unpack_rows(data: Any, rows: int, padded: int, bits: int, row: int, codes: Any) -> None:
     """Shift packed codes into `codes` [n, padded], u8, from below: rows [row, row + n) of the `rows` in `data`."""
     plane = 0
@@ -75,14 +75,14 @@ def unpack_rows(data: Any, rows: int, padded: int, bits: int, row: int, codes: A
         _append_1(data, plane + row * s, s, codes)
 
 
-@jit
+@helper
 def clear(codes: Any) -> None:
     """Zero a u8 array; numba's slice assignment costs as much as unpacking a short row."""
     for k in range(len(codes)):
         codes[k] = 0
 
 
-@jit
+@helper
 def _collect_4(codes: Any, s: int, data: Any, first: int, step: int) -> None:
     for row in range(len(codes) // (2 * s)):
         plane = data[first + row * step : first + row * step + s]
@@ -94,7 +94,7 @@ def _collect_4(codes: Any, s: int, data: Any, first: int, step: int) -> None:
             high[k] >>= 4
 
 
-@jit
+@helper
 def _collect_2(codes: Any, s: int, data: Any, first: int, step: int) -> None:
     for row in range(len(codes) // (4 * s)):
         plane = data[first + row * step : first + row * step + s]
@@ -109,7 +109,7 @@ def _collect_2(codes: Any, s: int, data: Any, first: int, step: int) -> None:
             both[k] >>= 2
 
 
-@jit
+@helper
 def _collect_1(codes: Any, s: int, data: Any, first: int, step: int) -> None:
     for row in range(len(codes) // (8 * s)):
         plane = data[first + row * step : first + row * step + s]
@@ -123,7 +123,7 @@ def _collect_1(codes: Any, s: int, data: Any, first: int, step: int) -> None:
                 part[k] >>= 1
 
 
-@jit
+@helper
 def pack_rows(codes: Any, rows: int, padded: int, bits: int, row: int, step: int, data: Any) -> None:
     """Pack the lowest `bits` of codes [n, padded], u8, as rows row, row + step, ... of the `rows` in `data`.
 

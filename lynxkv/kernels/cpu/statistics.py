@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from lynxkv.kernels.cpu.bits import bf16_of, f32_of_bf16, jit, load_rows, wide_vectors
+from lynxkv.kernels.cpu.bits import bf16_of, f32_of_bf16, helper, jit, load_rows, wide_vectors
 from lynxkv.kernels.cpu.memory import source
 from lynxkv.kernels.cpu.threads import run_split
 from lynxkv.kernels.tables import ChannelStatistics
@@ -15,7 +15,7 @@ from lynxkv.kernels.tables import ChannelStatistics
 _BLOCK_TOKENS = 32
 
 
-@jit
+@helper
 def _add(values: Any, width: int, sums: Any) -> None:
     for i in range(len(values) // width):
         row = values[i * width : (i + 1) * width]
@@ -23,7 +23,7 @@ def _add(values: Any, width: int, sums: Any) -> None:
             sums[x] += np.float64(row[x])
 
 
-@jit
+@helper
 def _add_squares(values: Any, width: int, mean: Any, rounded: Any, squares: Any, peaks: Any) -> None:
     for i in range(len(values) // width):
         row = values[i * width : (i + 1) * width]

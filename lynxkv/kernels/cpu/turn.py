@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from lynxkv.kernels.cpu.bits import jit
+from lynxkv.kernels.cpu.bits import helper
 
 _HALF, _QUARTER, _BYTE = np.uint64(32), np.uint64(16), np.uint64(8)
 _HALVES = np.uint64(0x00000000FFFFFFFF)
@@ -49,14 +49,14 @@ _load_8: Any = intrinsic(_load)
 _store_8: Any = intrinsic(_store)
 
 
-@jit
+@helper
 def _exchange(a: Any, b: Any, shift: Any, mask: Any) -> Any:
     """The upper parts of a for the lower parts of b."""
     t = ((a >> shift) ^ b) & mask
     return a ^ (t << shift), b ^ t
 
 
-@jit
+@helper
 def _turn_words(x0: Any, x1: Any, x2: Any, x3: Any, x4: Any, x5: Any, x6: Any, x7: Any) -> Any:
     x0, x4 = _exchange(x0, x4, _HALF, _HALVES)
     x1, x5 = _exchange(x1, x5, _HALF, _HALVES)
@@ -73,7 +73,7 @@ def _turn_words(x0: Any, x1: Any, x2: Any, x3: Any, x4: Any, x5: Any, x6: Any, x
     return x0, x1, x2, x3, x4, x5, x6, x7
 
 
-@jit
+@helper
 def rows_to_tile(data: Any, rows: Any, stride: int, first: int, count: int, tile: Any, padded: int) -> None:
     """Bytes [first, first + count) of `rows`, `stride` bytes of `data` each, to the columns of tile [count, padded]."""
     dim = len(rows)
@@ -113,7 +113,7 @@ def rows_to_tile(data: Any, rows: Any, stride: int, first: int, count: int, tile
             tile[i * padded + d] = data[rows[d] * stride + first + i]
 
 
-@jit
+@helper
 def tile_to_rows(tile: Any, padded: int, data: Any, rows: Any, stride: int, first: int, count: int) -> None:
     """The way back."""
     dim = len(rows)

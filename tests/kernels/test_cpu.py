@@ -1,0 +1,106 @@
+"""What the numba backend promises beside the right bits: no fused arithmetic, small temporaries, a safe pool."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lynxkv.codecs import get_codec
+from lynxkv.kernels import cpu
+from lynxkv.layout import TensorSpec
+
+
+@pytest.mark.slow
+def test_decoding_fuses_no_multiply_with_an_add(tmp_path: Path) -> None:
+    """In the machine code of kernels compiled here and now: code from the cache cannot be looked at."""
+    code = """
+import torch
+from lynxkv.kernels.cpu.entropy_dequantize import _decode_tiles
+from lynxkv.kernels.cpu.fixed_dequantize import _decode_chunks
+from lynxkv.quantization import dequantize, quantize
+for name, kernel in (("default", _decode_tiles), ("alg1", _decode_chunks)):
+    for dtype in (torch.bfloat16, torch.float32):
+        dequantize(quantize(torch.randn(2, 70, 24).to(dtype), name))
+    lines = [line for text in kernel.inspect_asm().values() for line in text.splitlines()]
+    assert len(lines) > 1000
+    assert not [line for line in lines if "fmadd" in line or "fmsub" in line or "fmla" in line]
+"""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "LYNXKV_BACKEND": "cpu"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+@pytest.mark.parametrize("name", ["default", "alg1", "int8"])
+def test_no_temporary_above_a_twentieth_of_the_tensor(name: str) -> None:
+    """64 MiB of bf16, segment by segment. What is returned is no temporary."""
+    codec = get_codec(name)
+    coding, spec = codec.coding("k", 1024), TensorSpec(heads=8, head_dim=128, coding=0)
+    tokens = coding.segment_tokens
+    x = torch.randn(8, tokens, 128).to(torch.bfloat16)
+    whole = torch.empty(8, 2**15, 128, dtype=torch.bfloat16)
+    tables = codec.tables(x, "k")
+    anchor, residual = cpu.quantize(x, coding, tables)
+    cpu.dequantize(anchor, residual, coding, tables, spec, "bf16", whole[:, :tokens])
+    tracemalloc.start()
+    for start in range(0, whole.shape[1], tokens):
+        made = cpu.quantize(x, coding, tables)
+        cpu.dequantize(anchor, residual, coding, tables, spec, "bf16", whole[:, start : start + tokens])
+        returned = sum(part.nbytes for part in made if part is not None)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak - returned < whole.nbytes / 20
+
+
+def test_a_process_without_a_folder_to_write_to_still_works(tmp_path: Path) -> None:
+    code = """
+import numba.core.caching as caching
+caching.CacheImpl._locator_classes = []
+import torch
+from lynxkv.quantization import dequantize, quantize
+x = torch.randn(1, 9, 8)
+assert (dequantize(quantize(x, "int8")) - x).abs().max() < 0.1
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "LYNXKV_BACKEND": "cpu"}, cwd=tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_has_a_pool_of_its_own() -> None:
+    code = """
+import os, torch
+from lynxkv.kernels.cpu import threads
+torch.set_num_threads(2)
+def run():
+    parts = []
+    threads.run_split(lambda start, stop: parts.append((start, stop)), 10, unit=3, elements=1 << 20)
+    return sorted(parts)
+assert run() == [(0, 6), (6, 10)], run()
+child = os.fork()
+if child == 0:
+    os._exit(0 if run() == [(0, 6), (6, 10)] else 1)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
+
+
+def test_destinations_that_kernels_cannot_write_are_served(tmp_path: Path) -> None:
+    """float64, a bf16 cache in fp16, channels apart from each other."""
+    codec, x = get_codec("default"), torch.randn(2, 40, 8)
+    coding, tables = codec.coding("k", 16), codec.tables(x, "k")
+    anchor, residual = cpu.quantize(x, coding, tables)
+    spec = TensorSpec(heads=2, head_dim=8, coding=0)
+    plain = torch.empty(2, 40, 8, dtype=torch.bfloat16)
+    cpu.dequantize(anchor, residual, coding, tables, spec, "bf16", plain)
+    for out in (
+        torch.empty(2, 40, 8, dtype=torch.float64),
+        torch.empty(2, 40, 8, dtype=torch.float16),
+        torch.empty(2, 8, 40, dtype=torch.bfloat16).transpose(1, 2),
+        torch.empty(2, 40, 16)[:, :, ::2],
+    ):
+        cpu.dequantize(anchor, residual, coding, tables, spec, "bf16", out)
+        assert np.array_equal(out.to(torch.float64).numpy(), plain.to(out.dtype).to(torch.float64).numpy())
