@@ -34,13 +34,13 @@ from lynxkv.errors import (
 )
 
 if TYPE_CHECKING:
+    from lynxkv.checkpoints import load_model as load_model
     from lynxkv.decoder import load as load
     from lynxkv.encoder import encode as encode
     from lynxkv.fetch import open_cache as open
     from lynxkv.fidelity import compare as compare
     from lynxkv.integrations.hf import LynxCache as LynxCache
     from lynxkv.kv import KV as KV
-    from lynxkv.models import load_model as load_model
     from lynxkv.models import prefill as prefill
     from lynxkv.models import prefill_with_logits as prefill_with_logits
     from lynxkv.quantization import dequantize as dequantize
@@ -64,7 +64,7 @@ _LAZY = {
     "generate": "lynxkv.runner.generate",
     "inspect": "lynxkv.report.inspect",
     "load": "lynxkv.decoder.load",
-    "load_model": "lynxkv.models.load_model",
+    "load_model": "lynxkv.checkpoints.load_model",
     "open": "lynxkv.fetch.open_cache",
     "prefill": "lynxkv.models.prefill",
     "prefill_with_logits": "lynxkv.models.prefill_with_logits",

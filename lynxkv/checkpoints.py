@@ -1,4 +1,4 @@
-"""From what a user types to a checkpoint on disk, and what a cache records of it.
+"""From what a user types to a model: the checkpoint on disk, what a cache records of it, and loading it.
 
 A reference is an alias (`smollm2`), a Hugging Face folder, a hub id (`org/name` or `org/name@revision`) or a `.gguf`
 file. A GGUF file is converted to a safetensors folder once, into `cache_home()`. Nothing here imports torch before a
@@ -20,10 +20,13 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lynxkv.errors import InputError
 from lynxkv.identity import Digests, folder_digests, gguf_digests
+
+if TYPE_CHECKING:
+    from lynxkv.integrations.hf import Model
 
 Report = Callable[[str], None]
 
@@ -83,6 +86,24 @@ def resolve(reference: str, *, report: Report = lambda message: None) -> Checkpo
         f"there is no model {reference!r}",
         hint=f"give a Hugging Face folder, a hub id such as org/name, a .gguf file, or {', '.join(ALIASES)}",
     )
+
+
+def load_model(
+    ref: str, *, dtype: str = "float32", device: str = "cpu", report: Report = lambda message: None
+) -> Model:
+    """Load what `ref` names: an alias (`smollm2`), a Hugging Face folder, a hub id or a .gguf file.
+
+    Args:
+        dtype: of weights and live cache: float32, bfloat16 or float16.
+        report: is told of anything slow, in a sentence.
+
+    Raises:
+        InputError: there is no such model or it cannot be loaded.
+        UnsupportedModelError: its layers do not keep K and V per head; told before weights are read.
+    """
+    from lynxkv.integrations.hf import load_checkpoint
+
+    return load_checkpoint(resolve(ref, report=report), dtype=dtype, device=device)
 
 
 def _packaged(alias: str, package: str, file: str) -> Path:

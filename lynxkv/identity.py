@@ -20,6 +20,8 @@ from lynxkv.layout import Identity
 EDGE_BYTES = 4096
 # Fields that change with the tool that wrote the file, or with how it was loaded, but not with the model.
 VOLATILE = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "quantization_config"}
+# Fields whose absence is a statement.
+BINDING = {"adapter", "salt_sha256"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
 MAX_HEADER_BYTES = 100 << 20
 
@@ -48,7 +50,8 @@ def check_identity(cache: Identity, model: Identity) -> None:
     """Return if `cache` was made for `model`: no field that both sides know differs.
 
     Model id and revision are compared only where one side has no fingerprint: equal weights under another name are
-    the same model.
+    the same model. Adapter and salt must be equal even so: a model without an adapter, or a reader without the salt, is
+    not one of whom nothing is known.
 
     Raises:
         IdentityError: a field differs; it is named, with both values.
@@ -57,7 +60,8 @@ def check_identity(cache: Identity, model: Identity) -> None:
     names = [] if known else ["model_id", "revision"]
     for field in ["fingerprint", *names, "tokenizer_sha256", "chat_template_sha256", "rope", "adapter", "salt_sha256"]:
         stated, own = getattr(cache, field), getattr(model, field)
-        if stated is None or own is None or stated == own:
+        unknown = stated is None or own is None
+        if stated == own or (unknown and field not in BINDING):
             continue
         raise IdentityError(
             f"the cache belongs to another model: {field} is {_shown(stated)} in the cache of {cache.model_id}, "
@@ -166,6 +170,8 @@ def _safetensors_edges(path: Path) -> Iterator[TensorEdges]:
 
 def _shown(value: Any) -> str:
     """A digest by its first 16 digits, anything else whole."""
+    if value is None:
+        return "not set"
     text = value if isinstance(value, str) else canonical_json(value).decode()
     return f"{text[:16]}..." if len(text) == 64 else text
 

@@ -1,4 +1,4 @@
-"""What lynxkv asks of a model, loading one, and prefilling a prompt with it.
+"""What lynxkv asks of a model, and prefilling a prompt with it.
 
 `draft`, `runner` and `prefill` know a model through the two protocols here; `integrations` provide them.
 """
@@ -7,18 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from numbers import Integral
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lynxkv.checkpoints import Report, resolve
 from lynxkv.errors import InputError
 from lynxkv.kv import KV
 from lynxkv.layout import Identity, LayerKind, LayerSpec, TensorName
-
-if TYPE_CHECKING:
-    from lynxkv.integrations.hf import Model
 
 CHUNK_TOKENS = 512
 
@@ -95,24 +92,6 @@ class DecoderModel(Protocol):
         """Text of `token_ids`, special tokens left out."""
 
 
-def load_model(
-    ref: str, *, dtype: str = "float32", device: str = "cpu", report: Report = lambda message: None
-) -> Model:
-    """Load what `ref` names: an alias (`smollm2`), a Hugging Face folder, a hub id or a .gguf file.
-
-    Args:
-        dtype: of weights and live cache: float32, bfloat16 or float16.
-        report: is told of anything slow, in a sentence.
-
-    Raises:
-        InputError: there is no such model or it cannot be loaded.
-        UnsupportedModelError: its layers do not keep K and V per head; told before weights are read.
-    """
-    from lynxkv.integrations.hf import load_checkpoint
-
-    return load_checkpoint(resolve(ref, report=report), dtype=dtype, device=device)
-
-
 def prefill(
     model: DecoderModel,
     token_ids: Sequence[int],
@@ -140,8 +119,11 @@ def prefill_with_logits(
         progress: called with (tokens done, tokens in all) after every chunk.
 
     Raises:
-        InputError: the prompt is empty, longer than the model's context, or has ids outside the vocabulary.
+        InputError: the prompt is empty, longer than the model's context, or has ids outside the vocabulary, or
+            `chunk_tokens` is below 1.
     """
+    if chunk_tokens < 1:
+        raise InputError(f"chunk_tokens is {chunk_tokens}", hint="a prefill step takes at least one token")
     check_prompt(model, token_ids)
     total = len(token_ids)
     cache = model.new_cache(0, total, rollback_tokens=2 * chunk_tokens)
@@ -168,5 +150,7 @@ def check_prompt(model: DecoderModel, token_ids: Sequence[int]) -> None:
 
 def check_prompt_ids(model: DecoderModel, token_ids: Sequence[int]) -> None:
     """Refuse, with an InputError, token ids that the model does not have."""
+    if not all(isinstance(token, Integral) for token in token_ids):
+        raise InputError("a token id is not an integer", hint="give token ids, as a tokenizer makes them")
     if min(token_ids) < 0 or max(token_ids) >= model.vocab_tokens:
         raise InputError(f"the prompt has token ids outside the model's vocabulary of {model.vocab_tokens}")

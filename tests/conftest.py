@@ -59,12 +59,12 @@ def smollm2() -> Model:
 @pytest.fixture
 def one_copy_of_smollm2(smollm2: Model, monkeypatch: pytest.MonkeyPatch) -> Model:
     """Let commands that load smollm2 share the one in memory; loading it is tested end to end."""
-    from lynxkv import models
+    from lynxkv import checkpoints
 
-    load = models.load_model
+    load = checkpoints.load_model
 
     def cached(ref: str, **options: Any) -> Model:
         return smollm2 if ref == "smollm2" else load(ref, **options)
 
-    monkeypatch.setattr(models, "load_model", cached)
+    monkeypatch.setattr(checkpoints, "load_model", cached)
     return smollm2

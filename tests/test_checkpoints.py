@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from lynxkv import checkpoints
-from lynxkv.checkpoints import cache_home, resolve
+from lynxkv.checkpoints import cache_home, load_model, resolve
 from lynxkv.errors import InputError, UnsupportedModelError
 from lynxkv.identity import Digests
-from lynxkv.models import load_model
+from lynxkv.integrations.hf import Model
 from lynxkv.testing.tiny_models import tiny_config, tiny_model, tiny_tokenizer
 
 
@@ -35,6 +35,16 @@ def test_a_folder_loads_and_keeps_its_identity(folder: Path, tmp_path: Path) -> 
     assert other.identity.fingerprint == model.identity.fingerprint
     assert other.identity.tokenizer_sha256 == model.identity.tokenizer_sha256
     assert str(other.hf.dtype) == "torch.bfloat16"
+
+
+def test_a_model_loaded_by_hand_has_the_identity_of_its_files(folder: Path) -> None:
+    loaded = load_model(str(folder))
+    by_hand = Model.wrap(loaded.hf, loaded.tokenizer, source=str(folder))
+    assert by_hand.identity == loaded.identity
+    renamed = Model.wrap(loaded.hf, loaded.tokenizer, source=str(folder), model_id="org/name")
+    assert (renamed.identity.model_id, renamed.identity.fingerprint) == ("org/name", loaded.identity.fingerprint)
+    with pytest.raises(InputError, match="there is no model"):
+        Model.wrap(loaded.hf, loaded.tokenizer, source="nowhere")
 
 
 def test_the_writing_tools_version_is_not_part_of_the_fingerprint(folder: Path) -> None:

@@ -24,8 +24,19 @@ FULL = Identity(
 
 def test_equal_and_unknown_fields_pass() -> None:
     check_identity(FULL, FULL)
-    check_identity(Identity(), FULL)
-    check_identity(FULL, Identity())
+    unknown = Identity(adapter=FULL.adapter, salt_sha256=FULL.salt_sha256)
+    check_identity(unknown, FULL)
+    check_identity(FULL, unknown)
+
+
+@pytest.mark.parametrize("field", ["adapter", "salt_sha256"])
+def test_an_adapter_or_salt_on_one_side_only_is_a_mismatch(field: str) -> None:
+    change: dict[str, Any] = {field: None}
+    without = dataclasses.replace(FULL, **change)
+    for cache, model in ((FULL, without), (without, FULL)):
+        with pytest.raises(IdentityError, match="not set") as caught:
+            check_identity(cache, model)
+        assert caught.value.field == field
 
 
 @pytest.mark.parametrize("field", ["fingerprint", "tokenizer_sha256", "chat_template_sha256", "adapter", "salt_sha256"])

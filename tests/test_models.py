@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +18,18 @@ from lynxkv.testing.tiny_models import tiny_model
         ([3] * 41, "41 tokens, more than the 40"),
         ([3, 48], "vocabulary"),
         ([-1], "vocabulary"),
+        ([3.0, 4.0], "not an integer"),
     ],
 )
-def test_prompts_that_cannot_be_run_are_refused(ids: list[int], message: str) -> None:
+def test_prompts_that_cannot_be_run_are_refused(ids: list[Any], message: str) -> None:
     model = dataclasses.replace(tiny_model("llama"), context_tokens=40)
     with pytest.raises(InputError, match=message):
         prefill(model, ids)
+
+
+def test_a_prefill_step_takes_at_least_one_token() -> None:
+    with pytest.raises(InputError, match="chunk_tokens is 0"):
+        prefill(tiny_model("llama"), [3], chunk_tokens=0)
 
 
 def test_prefill_never_asks_for_logits_of_the_whole_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

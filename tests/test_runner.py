@@ -337,6 +337,8 @@ def test_a_cache_without_identity_is_still_held_to_the_models_shapes(llama: Mode
         ({"verify": "some"}, "verify is 'some'"),
         ({"suffix_ids": [5] * 500}, "leave no room"),
         ({"suffix_ids": [48]}, "outside the model's vocabulary"),
+        ({"suffix_ids": [5.0]}, "not an integer"),
+        ({"stop": "w7"}, "stop is one string"),
     ],
 )
 def test_options_out_of_range_are_refused(llama: Model, url: str, options: dict[str, Any], message: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jsonschema
 import pytest
 
-from lynxkv import models
+from lynxkv import checkpoints
 from lynxkv.bench.report import Row
 from lynxkv.testing.tiny_models import tiny_model
 
@@ -23,7 +23,7 @@ SMALL = ("bench", "codec", "--tokens", 60, "--draft-tokens", 6, "--codec", "defa
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
-    monkeypatch.setattr(models, "load_model", lambda ref, **options: model)
+    monkeypatch.setattr(checkpoints, "load_model", lambda ref, **options: model)
 
 
 @pytest.fixture

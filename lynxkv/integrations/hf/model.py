@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from lynxkv.checkpoints import Checkpoint
+from lynxkv.checkpoints import Checkpoint, resolve
 from lynxkv.errors import InputError
 from lynxkv.identity import EDGE_BYTES, Digests, TensorEdges, fingerprint, text_sha256
 from lynxkv.integrations.hf import support
@@ -48,25 +48,31 @@ class Model:
         hf: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
+        source: str | Checkpoint | None = None,
         model_id: str | None = None,
-        revision: str | None = None,
-        digests: Digests | None = None,
     ) -> Model:
-        """Use a model that is in memory already; without `digests` they are taken from its weights.
+        """Use a model that is in memory already.
+
+        Args:
+            source: what it was loaded from, named as for `load_model`. Its identity is then that of the files, and
+                caches fit all who load the same files. None: the identity is that of the weights in memory.
+            model_id: overrides the name that `source` gives.
 
         Raises:
+            InputError: there is no such source.
             UnsupportedModelError: its layers do not keep K and V per head.
         """
         support.refuse_unsupported(hf.config)
         hf.eval()  # type: ignore[no-untyped-call]
         argument = "cache" if "cache" in inspect.signature(hf.forward).parameters else "past_key_values"
-        digests = digests or memory_digests(hf, tokenizer)
+        checkpoint = resolve(source) if isinstance(source, str) else source
+        digests = checkpoint.digests if checkpoint else memory_digests(hf, tokenizer)
         return cls(
             hf=hf,
             tokenizer=tokenizer,
             identity=Identity(
-                model_id=model_id,
-                revision=revision,
+                model_id=model_id or (checkpoint.model_id if checkpoint else None),
+                revision=checkpoint.revision if checkpoint else None,
                 fingerprint=digests.fingerprint,
                 tokenizer_sha256=digests.tokenizer_sha256,
                 chat_template_sha256=digests.chat_template_sha256,
@@ -154,13 +160,7 @@ def load_checkpoint(checkpoint: Checkpoint, *, dtype: str = "float32", device: s
                 f"cannot load the model in {folder}: {(str(error) or type(error).__name__).splitlines()[0]}",
                 hint="check that the folder is a complete Hugging Face model and that the device exists",
             ) from error
-    return Model.wrap(
-        hf,
-        tokenizer,
-        model_id=checkpoint.model_id,
-        revision=checkpoint.revision,
-        digests=checkpoint.digests,
-    )
+    return Model.wrap(hf, tokenizer, source=checkpoint)
 
 
 def _load_tokenizer(folder: str) -> PreTrainedTokenizerBase:

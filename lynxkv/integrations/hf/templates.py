@@ -3,6 +3,9 @@
 A chat template is rendered with a marker in place of the user's text and cut there: what comes before it and the
 document are cached; the question and what comes after it, up to the assistant's first token, are the suffix. Both are
 tokenised on their own, so a cache does not depend on the question.
+
+Documents and questions are text and nothing else: where they spell a control token, say the one that ends a turn, it is
+tokenised as the characters it consists of.
 """
 
 from __future__ import annotations
@@ -26,9 +29,9 @@ def open_turn(tokenizer: PreTrainedTokenizerBase, document: str) -> list[int]:
     if not document.strip():
         raise InputError("the prompt is empty", hint="give the text to cache")
     if not tokenizer.chat_template:
-        return list(tokenizer(document)["input_ids"])
+        return list(tokenizer(document, split_special_tokens=True)["input_ids"])
     head, _ = _split_template(tokenizer)
-    return list(tokenizer(head + document, add_special_tokens=False)["input_ids"])
+    return _tokenise(tokenizer, head, document, "")
 
 
 def suffix(tokenizer: PreTrainedTokenizerBase, question: str = "", *, turn: str | None = None) -> list[int]:
@@ -44,12 +47,31 @@ def suffix(tokenizer: PreTrainedTokenizerBase, question: str = "", *, turn: str 
     if turn is None:
         turn = "open" if tokenizer.chat_template else "none"
     if turn == "none":
-        return list(tokenizer(question, add_special_tokens=False)["input_ids"]) if question else []
+        return _tokenise(tokenizer, "", question, "") if question else []
     if not tokenizer.chat_template:
         raise InputError("the cache ends inside a chat turn, but this tokenizer has no chat template")
     _, tail = _split_template(tokenizer)
-    text = f"{SEPARATOR}{question}{tail}" if question else tail
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return _tokenise(tokenizer, "", f"{SEPARATOR}{question}" if question else "", tail)
+
+
+def _tokenise(tokenizer: PreTrainedTokenizerBase, before: str, text: str, after: str) -> list[int]:
+    """Ids of a user's `text` between two parts of the template.
+
+    They are tokenised as one string, as the stock rendering is; only a text that spells a control token is tokenised
+    apart from the template, whose own control tokens must stay.
+    """
+
+    def ids(part: str, *, plain: bool) -> list[int]:
+        return list(tokenizer(part, add_special_tokens=False, split_special_tokens=plain)["input_ids"]) if part else []
+
+    if not any(token in text for token in _control_tokens(tokenizer)):
+        return ids(before + text + after, plain=False)
+    return ids(before, plain=False) + ids(text, plain=True) + ids(after, plain=False)
+
+
+def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return {*tokenizer.all_special_tokens, *added}
 
 
 def _split_template(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
