@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Protocol, get_args
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from lynxkv.errors import ContentError, InputError
 from lynxkv.exact import unpack_exact
-from lynxkv.fetch import SegmentPayload, open_cache
+from lynxkv.fetch import CacheReader, SegmentPayload, open_cache
 from lynxkv.format.content import check_content
 from lynxkv.format.index import Segment
 from lynxkv.kernels import EntropyTables, FixedTables, Tables, dequantize
@@ -233,15 +234,46 @@ def load(url: str, *, precision: Precision = "full", link: Link | None = None) -
         FormatError: it is damaged.
     """
     with open_cache(url, link=link) as reader:
-        check_precision(reader.header, precision)
         destination = KVDestination(reader.header)
-        decoder = CacheDecoder(reader.header, destination)
-        _drain(reader.stream_anchor(), decoder.anchor)
-        if precision != "anchor" and reader.header.residual is not None:
-            _drain(reader.start_residual(exact=precision == "exact"), decoder.refine)
+        decode_into(reader, destination, precision)
         ids = reader.token_ids()
         destination.kv.token_ids = ids.tolist() if ids is not None else None
     return destination.kv
+
+
+def decode_into(reader: CacheReader, destination: Destination, precision: Precision) -> None:
+    """Fetch and decode an open cache into `destination`, to `precision` or the best it has.
+
+    Raises:
+        InputError: there is no such precision, or cache or destination cannot hold exact values.
+        CacheNotFoundError, FetchError: the store cannot deliver it.
+        FormatError: it is damaged.
+    """
+    for _ in decode_stages(reader, destination, precision):
+        pass
+
+
+def decode_stages(reader: CacheReader, destination: Destination, precision: Precision) -> Iterator[Precision]:
+    """As `decode_into`, stage by stage: yields each precision once all of the destination holds it.
+
+    Of precisions that a cache does not tell apart only the highest is yielded.
+    """
+    header = reader.header
+    check_precision(header, precision)
+    if precision == "exact":
+        check_exact_destination(header, destination.target(0, next(iter(header.layers[0].tensors))).dtype)
+    decoder = CacheDecoder(header, destination)
+    for payload in reader.stream_anchor():
+        decoder.anchor(payload)
+    yield "full" if decoder.complete_full else "anchor"
+    if precision == "anchor" or header.residual is None:
+        return
+    # The exact segments come last (SPEC 4, rule 6).
+    stream = reader.start_residual(exact=precision == "exact")
+    for part, payloads in groupby(stream, key=lambda payload: payload.segment.plan.part):
+        for payload in payloads:
+            decoder.refine(payload)
+        yield "exact" if part == "exact" else "full"
 
 
 def check_precision(header: CacheHeader, precision: Precision) -> None:
@@ -259,8 +291,3 @@ def check_exact_destination(header: CacheHeader, dtype: torch.dtype) -> None:
             f"a model in {str(dtype).removeprefix('torch.')} cannot hold the exact values of a {header.dtype} cache",
             hint="load the model in float32, or in the dtype of the cache",
         )
-
-
-def _drain(payloads: Iterable[SegmentPayload], take: Callable[[SegmentPayload], None]) -> None:
-    for payload in payloads:
-        take(payload)

@@ -83,7 +83,7 @@ def encode(
 
     Args:
         exact: add what leads from full precision back to the original, bit by bit.
-        logits: of the last position, [V] f32, stored whole.
+        logits: of the last position, [V] f32, from the run that computed `kv`; stored whole (SPEC 9.3).
         store_token_ids: False keeps only the digests of the token ids.
         progress: called with the name of the work, how much is done and how much there is.
 

@@ -93,7 +93,10 @@ def to_original(x: Tensor, dtype: Dtype, *, where: str) -> Tensor:
     """
     # Checked before any cast: a float64 value may be finite and still be beyond f32.
     if not torch.isfinite(x).all():
-        raise NonFiniteError(f"{where} holds NaN or infinity", hint="the model overflowed; try another model dtype")
+        raise NonFiniteError(
+            f"{where} holds NaN or infinity",
+            hint="it was so before encoding: check the weights, and compute the cache in float32 or bfloat16",
+        )
     if float(x.abs().max()) > torch.finfo(TORCH_DTYPES[dtype]).max:
         raise NonFiniteError(f"{where} exceeds the range of {dtype}", hint="use bf16, or raw with fp32")
     if x.dtype == TORCH_DTYPES[dtype]:

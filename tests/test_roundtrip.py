@@ -14,7 +14,7 @@ from torch import Tensor
 
 import lynxkv
 from lynxkv.codecs import CODECS, get_codec
-from lynxkv.decoder import CacheDecoder, KVDestination
+from lynxkv.decoder import CacheDecoder, KVDestination, decode_into, decode_stages
 from lynxkv.encoder import encode_shards
 from lynxkv.exact import pack_exact, unpack_exact
 from lynxkv.kernels.rounding import TORCH_DTYPES, round_to
@@ -128,6 +128,30 @@ def test_refining_in_place_equals_loading_full(tmp_path: Path) -> None:
             assert _equal(destination.kv, full)
 
 
+@pytest.mark.parametrize(
+    ("codec", "exact", "precision", "stages"),
+    [
+        ("default", False, "anchor", ["anchor"]),
+        ("default", True, "full", ["anchor", "full"]),
+        ("default", True, "exact", ["anchor", "full", "exact"]),
+        ("int8", True, "exact", ["full", "exact"]),
+        ("raw", False, "full", ["full"]),
+    ],
+)
+def test_stages_follow_one_another(
+    codec: str, exact: bool, precision: Precision, stages: list[Precision], tmp_path: Path
+) -> None:
+    url = str(tmp_path / "a.lynx")
+    lynxkv.encode(random_kv(tokens=150), url, codec=codec, exact=exact)
+    with lynxkv.open(url) as reader:
+        destination = KVDestination(reader.header)
+        seen: list[Precision] = []
+        for stage in decode_stages(reader, destination, precision):
+            assert _equal(destination.kv, lynxkv.load(url, precision=stage))
+            seen.append(stage)
+    assert seen == stages
+
+
 def test_a_float32_destination_gets_the_same_values(tmp_path: Path) -> None:
     """A float32 model decodes on bf16 values, widened exactly."""
     kv = random_kv(tokens=50)
@@ -198,6 +222,8 @@ def test_exact_needs_a_destination_that_holds_it(tmp_path: Path) -> None:
         destination = KVDestination(reader.header)
         for layer in destination.kv.layers:
             layer.tensors = {name: tensor.to(torch.float16) for name, tensor in layer.tensors.items()}
+        with pytest.raises(lynxkv.InputError, match="cannot hold"):
+            decode_into(reader, destination, "exact")
         decoder = CacheDecoder(reader.header, destination)
         for payload in reader.stream_anchor():
             decoder.anchor(payload)
@@ -308,8 +334,9 @@ def test_a_file_that_is_not_safetensors_is_refused(tmp_path: Path) -> None:
 def test_a_layer_with_nan_is_named(tmp_path: Path) -> None:
     kv = random_kv()
     kv.layers[1].tensors["v"][0, 5, 3] = float("nan")
-    with pytest.raises(lynxkv.NonFiniteError, match="layer 1 v"):
+    with pytest.raises(lynxkv.NonFiniteError, match="layer 1 v") as caught:
         lynxkv.encode(kv, str(tmp_path / "a.lynx"))
+    assert "before encoding" in (caught.value.hint or "")
     assert not (tmp_path / "a.lynx").exists()
 
 

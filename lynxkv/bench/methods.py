@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import fsspec
 
 from lynxkv.codecs import Codec, get_codec
-from lynxkv.decoder import CacheDecoder, Destination
+from lynxkv.decoder import Destination, decode_stages
 from lynxkv.encoder import EncodeReport, encode
 from lynxkv.errors import InputError
 from lynxkv.fetch import open_cache
@@ -108,20 +108,7 @@ class LynxStored:
     def decode(self, destination: Destination) -> Iterator[Precision]:
         """The Anchor, then the Residual in place, as far as there is one."""
         with open_cache(self._url) as reader:
-            header = reader.header
-            decoder = CacheDecoder(header, destination)
-            for payload in reader.stream_anchor():
-                decoder.anchor(payload)
-            if not decoder.complete_full:
-                yield "anchor"
-            rest = reader.start_residual(exact=header.has_exact) if header.residual is not None else ()
-            full = False
-            for payload in rest:
-                if decoder.complete_full and not full:
-                    full = True
-                    yield "full"
-                decoder.refine(payload)
-            yield "exact" if full else "full"
+            yield from decode_stages(reader, destination, "exact" if reader.header.has_exact else "full")
 
 
 def parse_methods(texts: Sequence[str]) -> tuple[CodecMethod, ...]:

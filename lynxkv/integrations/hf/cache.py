@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from lynxkv.decoder import CacheDecoder, check_exact_destination, check_precision
+from lynxkv.decoder import decode_into
 from lynxkv.errors import IdentityError, InputError
 from lynxkv.fetch import open_cache
 from lynxkv.identity import check_identity
@@ -224,18 +224,9 @@ class LynxCache(Cache):
             CacheNotFoundError, FetchError, FormatError: it cannot be fetched or is damaged.
         """
         with open_cache(url, link=link) as reader:
-            header = reader.header
-            check_precision(header, precision)
-            check_identity(header.identity, model.identity)
-            cache = cls.allocate(model, header.tokens.stop, new_tokens, layers=header.layers)
-            if precision == "exact":
-                check_exact_destination(header, model.hf.dtype)
-            decoder = CacheDecoder(header, cache)
-            for payload in reader.stream_anchor():
-                decoder.anchor(payload)
-            if precision != "anchor" and header.residual is not None:
-                for payload in reader.start_residual(exact=precision == "exact"):
-                    decoder.refine(payload)
+            check_identity(reader.header.identity, model.identity)
+            cache = cls.allocate(model, reader.header.tokens.stop, new_tokens, layers=reader.header.layers)
+            decode_into(reader, cache, precision)
         return cache
 
     @property
