@@ -21,7 +21,7 @@ from lynxkv.kernels import EntropyTables, FixedTables, Tables, dequantize
 from lynxkv.kernels.rounding import TORCH_DTYPES
 from lynxkv.kv import KV, KVLayer
 from lynxkv.layout import CacheHeader, EntropyCoding, FixedCoding, Precision, TensorName, TensorRef
-from lynxkv.store import Link
+from lynxkv.store import Link, Url
 
 U8 = npt.NDArray[np.uint8]
 F32 = npt.NDArray[np.float32]
@@ -225,7 +225,7 @@ class KVDestination:
         return self.kv.layers[layer].tensors[tensor]
 
 
-def load(url: str, *, precision: Precision = "full", link: Link | None = None) -> KV:
+def load(url: Url, *, precision: Precision = "full", link: Link | None = None) -> KV:
     """Fetch and decode a whole cache; tensors are [H, T, D] in the cache's declared dtype.
 
     Raises:

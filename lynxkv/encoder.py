@@ -35,7 +35,7 @@ from lynxkv.layout import (
 )
 from lynxkv.prefix import prefix_digests
 from lynxkv.quantization import to_original
-from lynxkv.store import Store
+from lynxkv.store import Store, Url
 
 U8 = npt.NDArray[np.uint8]
 Progress = Callable[[str, int, int], None]
@@ -66,7 +66,7 @@ class EncodeReport:
 
 def encode(
     kv: KV,
-    url: str,
+    url: Url,
     *,
     codec: str | Codec = "default",
     dtype: Dtype = "bf16",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeVar
@@ -17,12 +17,12 @@ from typing import Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from lynxkv.errors import BindingError, CacheNotFoundError, ChecksumError, FetchError, TruncatedError
+from lynxkv.errors import BindingError, CacheNotFoundError, ChecksumError, FetchError, StoreError, TruncatedError
 from lynxkv.format.content import check_content
 from lynxkv.format.document import ANCHOR_NAME
 from lynxkv.format.index import Segment
 from lynxkv.format.read import ShardHead, open_segment, read_anchor_head, read_residual_head
-from lynxkv.store import Link, Store
+from lynxkv.store import Link, Store, Url
 
 U8 = npt.NDArray[np.uint8]
 T = TypeVar("T")
@@ -57,7 +57,8 @@ class SegmentStream:
     """The segments of one shard in file order, fetched ahead by a pool.
 
     `ready()` never blocks, `wait()` and iterating do; all raise what went wrong with the next segment: `FetchError`,
-    `CacheNotFoundError`, or a `FormatError`. `bytes_done` counts stored bytes handed out.
+    `CacheNotFoundError`, a `FormatError`, or a `StoreError` if the reader was closed. `bytes_done`
+    counts stored bytes handed out.
     """
 
     def __init__(
@@ -123,14 +124,14 @@ class SegmentStream:
 
     def _take(self) -> list[SegmentPayload]:
         if self._head is not None:
-            head, segments = self._head.result()
+            head, segments = self._result(self._head)
             self._head = None
             self._header_bytes = head.header_bytes
             self._waiting = deque(_ranges(segments))
             self._fill()
             return []
         done, future = self._in_flight[0]
-        payloads = future.result()
+        payloads = self._result(future)
         self._in_flight.popleft()
         self._window -= done.memory_bytes
         self.bytes_done += sum(item.segment.stored_bytes for item in payloads)
@@ -141,7 +142,17 @@ class SegmentStream:
         while self._waiting and (self._window < WINDOW_BYTES or not self._in_flight):
             wanted = self._waiting.popleft()
             self._window += wanted.memory_bytes
-            self._in_flight.append((wanted, self._pool.submit(self._fetch, wanted)))
+            try:
+                future = self._pool.submit(self._fetch, wanted)
+            except RuntimeError as error:  # the pool has been shut down
+                raise _closed(self._what) from error
+            self._in_flight.append((wanted, future))
+
+    def _result(self, future: Future[T]) -> T:
+        try:
+            return future.result()
+        except CancelledError as error:
+            raise _closed(self._what) from error
 
     def _fetch(self, wanted: _Range) -> list[SegmentPayload]:
         """Read a range and check its segments; what fails a check is read once more before giving up."""
@@ -168,7 +179,7 @@ class SegmentStream:
 class CacheReader:
     """An open cache: its header has been read and checked, nothing else. Close it, or use it in a `with` block."""
 
-    def __init__(self, url: str, *, link: Link | None = None) -> None:
+    def __init__(self, url: Url, *, link: Link | None = None) -> None:
         self.opened_at = time.perf_counter()
         self.store = Store(url, link=link)
         self.url = self.store.url
@@ -206,7 +217,9 @@ class CacheReader:
 
         Raises:
             CacheNotFoundError, FetchError: the store cannot deliver them.
+            StoreError: the reader is closed.
         """
+        self._check_open()
         return _with_retries(lambda: self.store.read(name, start, stop))
 
     def start_residual(self, *, exact: bool = False) -> SegmentStream:
@@ -280,13 +293,18 @@ class CacheReader:
         return None
 
     def _stream(self, name: str, open_head: Callable[[], tuple[ShardHead, Sequence[Segment]]]) -> SegmentStream:
+        self._check_open()
         return SegmentStream(open_head, self._reader(name), self._pool, what=f"{self.url}/{name}")
+
+    def _check_open(self) -> None:
+        if self.store.closing.is_set():
+            raise _closed(self.url)
 
     def _reader(self, name: str) -> Callable[[int, int], bytes]:
         return lambda start, stop: self.read(name, start, stop)
 
 
-def open_cache(url: str, *, link: Link | None = None) -> CacheReader:
+def open_cache(url: Url, *, link: Link | None = None) -> CacheReader:
     """Open the cache at `url`: reads and checks its header. `link` simulates a slower one.
 
     Raises:
@@ -296,6 +314,10 @@ def open_cache(url: str, *, link: Link | None = None) -> CacheReader:
         InputError: the URL does not end in `.lynx`, or its scheme is unknown.
     """
     return CacheReader(url, link=link)
+
+
+def _closed(what: str) -> StoreError:
+    return StoreError(f"{what}: the reader is closed", hint="read inside the `with` block of lynxkv.open")
 
 
 def _memory_bytes(segment: Segment) -> int:

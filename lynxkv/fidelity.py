@@ -13,6 +13,7 @@ from lynxkv.errors import InputError
 from lynxkv.kv import KV
 from lynxkv.layout import Precision, TensorName
 from lynxkv.quantization import DTYPE_NAMES, to_original
+from lynxkv.store import Url
 
 # Enough queries for a steady mean; more only cost time.
 QUERIES = 64
@@ -35,7 +36,7 @@ class TensorError:
     attention_nmse_both: float
 
 
-def compare(url: str, original: KV, queries: Sequence[Tensor] | None = None) -> list[TensorError]:
+def compare(url: Url, original: KV, queries: Sequence[Tensor] | None = None) -> list[TensorError]:
     """Errors of the cache at `url` against the KV it was made from, at both precisions.
 
     `original` is first rounded to the cache's declared dtype, which all errors count from. `queries` holds each layer's

@@ -15,7 +15,7 @@ from lynxkv.format.index import ZSTD, Segment
 from lynxkv.format.read import ShardHead
 from lynxkv.layout import CacheHeader, FixedCoding, Identity, LayerSpec, TokenRange
 from lynxkv.prefix import prefix_digests
-from lynxkv.store import Link
+from lynxkv.store import Link, Url
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class CheckReport:
     orphan_bytes: int
 
 
-def inspect(url: str, *, link: Link | None = None) -> InspectReport:
+def inspect(url: Url, *, link: Link | None = None) -> InspectReport:
     """Describe the cache at `url`; reads headers and indexes only.
 
     Raises:
@@ -120,7 +120,7 @@ def inspect(url: str, *, link: Link | None = None) -> InspectReport:
         )
 
 
-def check(url: str, *, link: Link | None = None) -> CheckReport:
+def check(url: Url, *, link: Link | None = None) -> CheckReport:
     """Read all of the cache at `url` and check structure, checksums, binding and content (SPEC 4 to 8).
 
     Raises:

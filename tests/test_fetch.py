@@ -169,6 +169,23 @@ def test_closing_ends_a_slow_read_at_once(url: str) -> None:
     assert threading.active_count() == before
 
 
+def test_a_closed_reader_says_so(url: str, small_ranges: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lynxkv.fetch.WINDOW_BYTES", 10_000)
+    with lynxkv.open(Path(url)) as reader:
+        stream = reader.stream_anchor()
+        assert stream.wait()
+    for use in (
+        lambda: list(stream),
+        reader.stream_anchor,
+        reader.start_residual,
+        reader.token_ids,
+        reader.read_residual_head,
+        lambda: reader.read("anchor.safetensors", 0, 8),
+    ):
+        with pytest.raises(lynxkv.StoreError, match="the reader is closed"):
+            use()
+
+
 def test_in_flight_bytes_are_bounded(url: str, small_ranges: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lynxkv.fetch.WINDOW_BYTES", 10_000)
     with lynxkv.open(url) as reader:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +14,11 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec.registry import _registry
 
 import lynxkv
 from lynxkv.store import Link, Store
+from lynxkv.store.writers import LocalWriter
 from lynxkv.testing.kv import random_kv
 
 
@@ -42,8 +46,14 @@ def test_what_is_there_is_not_overwritten_unasked(tmp_path: Path) -> None:
     assert len(after.orphans) == 1  # readers of the old cache may still need its Residual
 
 
-@pytest.mark.parametrize("fail_at", range(3))
-def test_a_full_disk_leaves_nothing_behind(fail_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# A shard's file is flushed before it gets its name, then its folder and the folder above.
+FLUSHES = ("residual", "folder", "above", "anchor", "folder", "above")
+
+
+@pytest.mark.parametrize("fail_at", range(len(FLUSHES)))
+def test_a_full_disk_leaves_a_whole_cache_or_nothing(
+    fail_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = 0
     stock = os.fsync
 
@@ -54,27 +64,114 @@ def test_a_full_disk_leaves_nothing_behind(fail_at: int, tmp_path: Path, monkeyp
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         stock(descriptor)
 
-    monkeypatch.setattr(os, "fsync", full)
-    url = str(tmp_path / "a.lynx")
-    if fail_at >= 2:  # each shard is flushed once
-        lynxkv.encode(random_kv(), url)
-        lynxkv.check(url)
-        return
-    with pytest.raises(lynxkv.StoreError) as caught:
-        lynxkv.encode(random_kv(), url)
+    url = tmp_path / "a.lynx"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(lynxkv.StoreError) as caught:
+            lynxkv.encode(random_kv(), url)
     assert "disk is full" in str(caught.value.hint)
-    assert not (tmp_path / "a.lynx" / "anchor.safetensors").exists()
-    assert not list(tmp_path.rglob(".*"))
+    if "anchor" in FLUSHES[:fail_at]:
+        assert not lynxkv.check(url).orphans
+    else:
+        assert not url.exists()
 
 
-def test_an_unwritable_target_is_refused_before_any_work(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(lynxkv.StoreError):
-        lynxkv.encode(random_kv(), str(tmp_path / "file" / "a.lynx"))
+def test_folders_that_cannot_be_flushed_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = os.fsync
+
+    def files_only(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        stock(descriptor)
+
+    monkeypatch.setattr(os, "fsync", files_only)
+    lynxkv.encode(random_kv(), tmp_path / "a.lynx")
+    lynxkv.check(tmp_path / "a.lynx")
 
 
-def test_of_many_writers_one_wins(tmp_path: Path) -> None:
-    url = str(tmp_path / "a.lynx")
+def test_a_failed_replacement_leaves_the_old_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = tmp_path / "a.lynx"
+    lynxkv.encode(random_kv(seed=1), url)
+    before = sorted(path.name for path in url.iterdir())
+    stock = LocalWriter.put
+
+    def no_anchor(self: LocalWriter, name: str, buffers: Any, *, overwrite: bool) -> None:
+        if name.startswith("anchor"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        stock(self, name, buffers, overwrite=overwrite)
+
+    monkeypatch.setattr(LocalWriter, "put", no_anchor)
+    for seed in (1, 2):  # of the same bytes, whose Residual the old cache needs, and of others
+        with pytest.raises(lynxkv.StoreError):
+            lynxkv.encode(random_kv(seed=seed), url, overwrite=True)
+        assert sorted(path.name for path in url.iterdir()) == before
+    lynxkv.check(url)
+
+
+def test_a_residual_that_a_failing_twin_removed_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = tmp_path / "a.lynx"
+    stock = LocalWriter.put
+
+    def twin_fails(self: LocalWriter, name: str, buffers: Any, *, overwrite: bool) -> None:
+        stock(self, name, buffers, overwrite=overwrite)
+        if name.startswith("anchor"):
+            next(url.glob("residual-*")).unlink()
+
+    monkeypatch.setattr(LocalWriter, "put", twin_fails)
+    lynxkv.encode(random_kv(), url)
+    lynxkv.check(url)
+
+
+@pytest.fixture
+def no_hard_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+
+
+@pytest.mark.usefixtures("no_hard_links")
+def test_without_hard_links_nothing_is_replaced_either(tmp_path: Path) -> None:
+    url = tmp_path / "a.lynx"
+    lynxkv.encode(random_kv(seed=1), url)
+    writer = LocalWriter(url)
+    before = (url / "anchor.safetensors").read_bytes()
+    with pytest.raises(FileExistsError):
+        writer.put("anchor.safetensors", [b"other"], overwrite=False)
+    assert (url / "anchor.safetensors").read_bytes() == before
+    assert not list(url.glob(".*"))
+
+
+@pytest.mark.usefixtures("no_hard_links")
+def test_a_claim_keeps_others_out_until_it_is_stale(tmp_path: Path) -> None:
+    claim = tmp_path / ".anchor.safetensors.claim"
+    claim.touch()
+    writer = LocalWriter(tmp_path)
+    with pytest.raises(FileExistsError):
+        writer.put("anchor.safetensors", [b"new"], overwrite=False)
+    os.utime(claim, (0, 0))
+    writer.put("anchor.safetensors", [b"new"], overwrite=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["anchor.safetensors"]
+
+
+@pytest.mark.parametrize("inside", ["a.lynx", "more/a.lynx", "."])
+def test_a_file_in_the_way_is_named_before_any_work(inside: str, tmp_path: Path) -> None:
+    file = tmp_path / "file.lynx"
+    file.write_text("in the way")
+    url = file / inside if inside != "." else file
+    with pytest.raises(lynxkv.StoreError, match=r"file\.lynx is a file") as caught:
+        lynxkv.encode(random_kv(), url)
+    assert "move file.lynx away" in str(caught.value.hint)
+    with pytest.raises(lynxkv.CacheNotFoundError):
+        lynxkv.open(url)
+    assert file.read_text() == "in the way"
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_of_many_writers_one_wins(links: bool, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    if not links:
+        request.getfixturevalue("no_hard_links")
+    url = tmp_path / "a.lynx"
 
     def write(seed: int) -> str | None:
         try:
@@ -85,7 +182,10 @@ def test_of_many_writers_one_wins(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         winners = [cache_id for cache_id in pool.map(write, range(8)) if cache_id]
     assert len(winners) == 1
-    assert lynxkv.check(url).cache_id == winners[0]
+    report = lynxkv.check(url)
+    assert report.cache_id == winners[0]
+    assert not report.orphans
+    assert len(list(url.iterdir())) == 2
 
 
 def test_any_fsspec_url_will_do() -> None:
@@ -97,6 +197,66 @@ def test_any_fsspec_url_will_do() -> None:
             lynxkv.encode(random_kv(), "memory://caches/a.lynx")
     finally:
         fs.rm("/caches", recursive=True)
+
+
+def test_where_files_can_be_seen_growing_they_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    fs = fsspec.filesystem("memory")
+    stock, opened, moved = fs.open, [], []
+
+    def open_(path: str, mode: str = "rb", **options: Any) -> Any:
+        opened.append(path.rsplit("/", 1)[-1])
+        return stock(path, mode, **options)
+
+    def full(source: str, target: str) -> None:
+        moved.append((source, target))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(fs, "open", open_)
+    monkeypatch.setattr(fs, "mv", full)
+    try:
+        with pytest.raises(lynxkv.StoreError, match="No space"):
+            lynxkv.encode(random_kv(), "memory://growing/a.lynx")
+        assert moved
+        assert all(name.startswith(".") for name in opened)
+        assert not fs.find("/growing")
+    finally:
+        fs.rm("/growing", recursive=True)
+
+
+def test_a_store_that_can_only_be_read_is_refused_before_any_work() -> None:
+    pytest.importorskip("aiohttp")
+    with pytest.raises(lynxkv.StoreError) as caught:
+        Store("http://127.0.0.1:9/a.lynx").check_target(overwrite=False)
+    assert "can only be read" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("url", "hint"),
+    [
+        ("nosuch://bucket/a.lynx", "s3://"),
+        ("s4://bucket/a.lynx", "did you mean s3://"),
+        ("htp://host/a.lynx", "http://"),
+    ],
+)
+def test_known_schemes_are_named(url: str, hint: str) -> None:
+    with pytest.raises(lynxkv.InputError) as caught:
+        Store(url)
+    assert hint in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("url", "package", "extra"),
+    [("s3://bucket/a.lynx", "s3fs", "lynxkv[s3]"), ("https://host/a.lynx", "aiohttp", "lynxkv[http]")],
+)
+def test_a_missing_package_is_named(url: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheme = url.partition("://")[0]
+    monkeypatch.delitem(_registry, scheme, raising=False)
+    for module in [name for name in sys.modules if name.partition(".")[0] == package or name.endswith("ions.http")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(lynxkv.InputError) as caught:
+        Store(url)
+    assert f"pip install '{extra}'" in str(caught.value.hint)
 
 
 def test_a_missing_cache_is_not_found(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import tracemalloc
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 
 from lynxkv.codecs import get_codec
 from lynxkv.kernels import cpu
+from lynxkv.kernels.cpu import threads
 from lynxkv.layout import TensorSpec
 
 
@@ -86,6 +88,22 @@ if child == 0:
 assert os.waitpid(child, 0)[1] == 0
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
+
+
+def test_all_parts_have_ended_when_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    gate, ended = threading.Event(), []
+
+    def work(start: int, stop: int) -> None:
+        if start == 0:
+            threading.Timer(0.02, gate.set).start()
+            raise ValueError("injected")
+        gate.wait(10)
+        ended.append(start)
+
+    with pytest.raises(ValueError, match="injected"):
+        threads.run_split(work, 10, unit=5, elements=1 << 20)
+    assert ended == [5]
 
 
 def test_destinations_that_kernels_cannot_write_are_served(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from lynxkv.identity import check_identity
 from lynxkv.kv import KV, KVLayer
 from lynxkv.layout import LayerSpec, Precision, TensorName
 from lynxkv.models import LayerShape
-from lynxkv.store import Link
+from lynxkv.store import Link, Url
 
 ROLLBACK_TOKENS = 256
 
@@ -209,7 +209,7 @@ class LynxCache(Cache):
     @classmethod
     def load(
         cls,
-        url: str,
+        url: Url,
         model: Any,
         *,
         new_tokens: int,

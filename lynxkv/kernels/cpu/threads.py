@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
@@ -31,8 +31,12 @@ def run_split(work: Callable[[int, int], None], total: int, *, unit: int, elemen
         units = -(-total // unit)
         parts = max(1, min(threads, units, elements // MIN_ELEMENTS))
         edges = [min(total, units * i // parts * unit) for i in range(parts)] + [total]
-        futures = [_executor().submit(work, edges[i], edges[i + 1]) for i in range(1, parts)]
-        work(edges[0], edges[1])
+        futures: list[Future[None]] = []
+        try:
+            futures += [_executor().submit(work, edges[i], edges[i + 1]) for i in range(1, parts)]
+            work(edges[0], edges[1])
+        finally:
+            wait(futures)  # whatever happened here, nobody may still write when the caller goes on
         for future in futures:
             future.result()
     finally:
@@ -54,4 +58,5 @@ def _forget() -> None:
     _pool, _lock, _callers = None, threading.Lock(), 0
 
 
-os.register_at_fork(after_in_child=_forget)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget)

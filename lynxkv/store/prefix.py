@@ -1,0 +1,170 @@
+"""One cache's prefix: its objects, read in ranges, listed, and published so that no reader sees half a cache."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import fsspec
+
+from lynxkv.errors import CacheNotFoundError, FetchError, InputError, StoreError
+from lynxkv.format.document import ANCHOR_NAME
+from lynxkv.format.read import read_anchor_head
+from lynxkv.format.write import Shard
+from lynxkv.store.link import Link
+from lynxkv.store.problems import exists_already, in_the_way, reading, unknown_scheme, writing
+from lynxkv.store.writers import writer_for
+
+SUFFIX = ".lynx"
+Url = str | os.PathLike[str]
+"""Where a cache is: a path, or any URL that fsspec takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectInfo:
+    """An object of a cache and its size."""
+
+    name: str
+    bytes: int
+
+
+class Store:
+    """One cache's prefix `NAME.lynx/` on any file system that fsspec reaches."""
+
+    def __init__(self, url: Url, *, link: Link | None = None) -> None:
+        url = os.fspath(url)
+        self.url = url.rstrip("/")
+        if not self.url.endswith(SUFFIX) or self.url.rsplit("/", 1)[-1] == SUFFIX:
+            raise InputError(f"{url} does not name a cache", hint=f"a cache is a folder or prefix NAME{SUFFIX}")
+        try:
+            self.fs, self.path = fsspec.core.url_to_fs(self.url)
+        except (ValueError, ImportError) as error:
+            raise unknown_scheme(self.url, error) from error
+        self.link = link
+        self.closing = threading.Event()
+        self._writer = writer_for(self.fs, self.path)
+
+    @property
+    def is_local(self) -> bool:
+        return "file" in (self.fs.protocol if isinstance(self.fs.protocol, tuple) else (self.fs.protocol,))
+
+    def path_of(self, name: str) -> str:
+        return f"{self.path}/{name}"
+
+    def exists(self, name: str = ANCHOR_NAME) -> bool:
+        """Whether an object, by default the Anchor, is published here."""
+        with reading(self.url, name):
+            return bool(self.fs.exists(self.path_of(name)))
+
+    def size(self, name: str) -> int:
+        """Size of an object in bytes.
+
+        Raises:
+            CacheNotFoundError: there is none.
+            FetchError: the store cannot be asked.
+        """
+        with reading(self.url, name):
+            return int(self.fs.info(self.path_of(name))["size"])
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of an object; shorter only where the object ends.
+
+        Raises:
+            CacheNotFoundError: there is no such object.
+            FetchError: the read failed, or the server sent more than was asked for.
+        """
+        with reading(self.url, name):
+            data: bytes = self.fs.cat_file(self.path_of(name), start=start, end=stop)
+        if len(data) > stop - start:
+            raise FetchError(
+                f"{self.url}/{name}: asked for {stop - start} bytes, got {len(data)}",
+                hint="the server ignores Range requests; serve the cache from one that honours them",
+            )
+        if self.link:
+            self.link.transfer(len(data), self.closing)
+        return data
+
+    def try_objects(self) -> list[ObjectInfo]:
+        """The objects under the prefix; empty where the store cannot be listed, as plain HTTP often cannot."""
+        try:
+            with reading(self.url, ""):
+                listing = self.fs.ls(self.path, detail=True)
+        except StoreError:
+            return []
+        return sorted(
+            (ObjectInfo(name=item["name"].rsplit("/", 1)[-1], bytes=int(item["size"] or 0)) for item in listing),
+            key=lambda item: item.name,
+        )
+
+    def check_target(self, *, overwrite: bool) -> None:
+        """Refuse early what `publish` would refuse late.
+
+        Raises:
+            CacheExistsError: a cache is there and `overwrite` is false.
+            StoreError: the target cannot be written, as far as that shows beforehand.
+        """
+        self._check_path()
+        with writing(self.url):
+            self._writer.probe()
+        if not overwrite and self.exists():
+            raise exists_already(self.url, "give another name, or --force to replace it")
+
+    def publish(self, anchor: Shard, residual: tuple[str, Shard] | None, *, overwrite: bool) -> None:
+        """Write the Residual, then the Anchor; whoever sees the Anchor sees a complete cache.
+
+        The Residual of a cache that is replaced stays: a reader may have its Anchor open.
+
+        Raises:
+            CacheExistsError: an Anchor is there and `overwrite` is false.
+            StoreError: a write failed; what was written has been removed.
+        """
+        self._check_path()
+        if not overwrite and self.exists():
+            raise exists_already(self.url, "give another name, or --force to replace it")
+        ours = residual is not None and not self.exists(residual[0])
+        try:
+            with writing(self.url):
+                if residual is not None:
+                    self._writer.put(residual[0], residual[1].buffers, overwrite=True)
+                self._put_anchor(anchor, overwrite=overwrite)
+                if residual is not None and not self.exists(residual[0]):
+                    # A writer of the same bytes failed meanwhile and has taken the Residual with it.
+                    self._writer.put(residual[0], residual[1].buffers, overwrite=True)
+        except BaseException:
+            if residual is not None and ours:
+                self._withdraw(residual[0])
+            raise
+
+    def _put_anchor(self, anchor: Shard, *, overwrite: bool) -> None:
+        try:
+            self._writer.put(ANCHOR_NAME, anchor.buffers, overwrite=overwrite)
+        except FileExistsError as error:
+            raise exists_already(self.url, "another writer was first") from error
+
+    def _withdraw(self, residual: str) -> None:
+        """Remove a Residual whose Anchor was not published. Writers of equal bytes share one: theirs may have been."""
+        with contextlib.suppress(Exception):
+            if self._named_residual() != residual:
+                self._writer.remove(residual)
+
+    def _named_residual(self) -> str | None:
+        """The Residual that the published Anchor names; None without Anchor.
+
+        Raises:
+            LynxError: an Anchor is there and cannot be read.
+        """
+        try:
+            size = self.size(ANCHOR_NAME)
+        except CacheNotFoundError:
+            return None
+        header, _ = read_anchor_head(lambda start, stop: self.read(ANCHOR_NAME, start, stop), size, what=self.url)
+        return header.residual.name if header.residual else None
+
+    def _check_path(self) -> None:
+        if self.is_local:
+            for path in (Path(self.path), *Path(self.path).parents):
+                if path.exists() and not path.is_dir():
+                    raise in_the_way(self.url, path)
