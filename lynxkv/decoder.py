@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol, get_args
@@ -20,7 +20,8 @@ from lynxkv.format.index import Segment
 from lynxkv.kernels import EntropyTables, FixedTables, Tables, dequantize
 from lynxkv.kernels.rounding import TORCH_DTYPES
 from lynxkv.kv import KV, KVLayer
-from lynxkv.layout import CacheHeader, EntropyCoding, FixedCoding, Precision, TensorName, TensorRef
+from lynxkv.layout import CacheHeader, EntropyCoding, FixedCoding, Precision, SegmentPlan, TensorName, TensorRef
+from lynxkv.parallel import map_ordered
 from lynxkv.store import Link, Url
 
 U8 = npt.NDArray[np.uint8]
@@ -48,12 +49,17 @@ class _Shared:
 class CacheDecoder:
     """Decodes segments into a destination, and keeps the anchor codes that refining needs.
 
-    Segments may only come checked, from `SegmentStream`. Not thread-safe: one thread decodes, between model steps.
+    Segments may only come checked, from `SegmentStream`. Call it from one thread, between model steps; given several
+    segments at once it decodes them on as many threads as torch has.
+
+    Args:
+        skip_anchor: tensors that have a Residual are written at full precision only; until then their codes are kept.
     """
 
-    def __init__(self, header: CacheHeader, destination: Destination) -> None:
+    def __init__(self, header: CacheHeader, destination: Destination, *, skip_anchor: bool = False) -> None:
         self.header = header
         self._destination = destination
+        self._skip_anchor = skip_anchor
         self._shared = _Shared()
         self._tables: dict[int, Tables] = {}
         self._codes: dict[tuple[int, int], U8] = {}
@@ -94,20 +100,60 @@ class CacheDecoder:
         self._codes.clear()
 
     def anchor(self, payload: SegmentPayload) -> None:
-        """Take one segment of the Anchor, in file order.
+        """Take one segment of the Anchor, in file order; see `anchor_all`."""
+        self.anchor_all((payload,))
+
+    def anchor_all(self, payloads: Iterable[SegmentPayload]) -> None:
+        """Take segments of the Anchor, in file order.
 
         Raises:
-            ContentError: it holds what the SPEC forbids.
+            ContentError: one holds what the SPEC forbids.
         """
+        for ref, tokens, codes in map_ordered(
+            self._decode_anchor, self._codes_among(payloads), threads=_threads_for(payloads)
+        ):
+            kept = ref.coding.has_residual
+            if kept:
+                self._codes[ref.ordinal, tokens.first_token] = codes
+            if not (kept and self._skip_anchor):
+                self._anchor_left -= 1
+
+    def refine(self, payload: SegmentPayload) -> None:
+        """Take one segment of the Residual; see `refine_all`."""
+        self.refine_all((payload,))
+
+    def refine_all(self, payloads: Iterable[SegmentPayload]) -> None:
+        """Take segments of the Residual, in file order: the tokens they cover go to full or exact precision, in place.
+
+        Raises:
+            ContentError: one holds what the SPEC forbids.
+            InputError: exact values do not fit the destination's dtype.
+        """
+        threads = _threads_for(payloads)
+        # Corrections start from full values, which come first (SPEC 4, rule 6).
+        for part, own in groupby(payloads, key=lambda payload: payload.segment.plan.part):
+            if part == "exact":
+                for _ in map_ordered(self._correct, own, threads=threads):
+                    self._exact_left -= 1
+                continue
+            for _ in map_ordered(self._decode_full, self._with_codes(own), threads=threads):
+                self._full_left -= 1
+                if self._skip_anchor:
+                    self._anchor_left -= 1
+
+    def _codes_among(self, payloads: Iterable[SegmentPayload]) -> Iterator[SegmentPayload]:
+        """The segments that hold codes or raw values; those between are taken here, for later ones need them."""
+        for payload in payloads:
+            if payload.segment.plan.part in ("anchor", "raw"):
+                self._tables_of(payload.segment.coded[0])
+                yield payload
+            else:
+                self._explain(payload)
+
+    def _explain(self, payload: SegmentPayload) -> None:
+        """Take an array that comes before the codes it explains, or sink values."""
         segment, raw = payload.segment, payload.raw
         part, ref = segment.plan.part, segment.plan.tensor
-        if part in ("anchor", "raw"):
-            ref, tokens = segment.coded
-            self._dequantize(segment, raw, None)
-            self._anchor_left -= 1
-            if ref.coding.has_residual:
-                self._codes[ref.ordinal, tokens.first_token] = raw
-            return
         check_content(self.header, segment, raw)
         if part == "sink":
             assert ref is not None
@@ -125,21 +171,21 @@ class CacheDecoder:
         elif part == "codebook":
             self._shared.codebooks[segment.plan.name] = raw.view("<f4")
 
-    def refine(self, payload: SegmentPayload) -> None:
-        """Take one segment of the Residual: the tokens it covers go to full or exact precision, in place.
+    def _with_codes(self, payloads: Iterable[SegmentPayload]) -> Iterator[tuple[SegmentPayload, U8]]:
+        for payload in payloads:
+            ref, tokens = payload.segment.coded
+            # Freed as refined: the codes are not needed again.
+            yield payload, self._codes.pop((ref.ordinal, tokens.first_token))
 
-        Raises:
-            ContentError: it holds what the SPEC forbids.
-            InputError: exact values do not fit the destination's dtype.
-        """
-        if payload.segment.plan.part == "exact":
-            self._correct(payload)
-            return
+    def _decode_anchor(self, payload: SegmentPayload) -> tuple[TensorRef, SegmentPlan, U8]:
         ref, tokens = payload.segment.coded
-        # Freed as refined: the codes are not needed again.
-        codes = self._codes.pop((ref.ordinal, tokens.first_token))
+        if not (self._skip_anchor and ref.coding.has_residual):
+            self._dequantize(payload.segment, payload.raw, None)
+        return ref, tokens, payload.raw
+
+    def _decode_full(self, item: tuple[SegmentPayload, U8]) -> None:
+        payload, codes = item
         self._dequantize(payload.segment, codes, payload.raw)
-        self._full_left -= 1
 
     def _dequantize(self, segment: Segment, anchor: U8, residual: U8 | None) -> None:
         ref, tokens = segment.coded
@@ -168,7 +214,6 @@ class CacheDecoder:
         except ValueError as error:
             raise ContentError(f"{payload.segment.plan.name} at token {start}: {error}") from error
         out.copy_(torch.from_numpy(patterns.view(np.int16)).view(dtype).view(out.shape))
-        self._exact_left -= 1
 
     def _tables_of(self, ref: TensorRef) -> Tables:
         if ref.ordinal not in self._tables:
@@ -249,31 +294,36 @@ def decode_into(reader: CacheReader, destination: Destination, precision: Precis
         CacheNotFoundError, FetchError: the store cannot deliver it.
         FormatError: it is damaged.
     """
-    for _ in decode_stages(reader, destination, precision):
+    for _ in decode_stages(reader, destination, (precision,)):
         pass
 
 
-def decode_stages(reader: CacheReader, destination: Destination, precision: Precision) -> Iterator[Precision]:
-    """As `decode_into`, stage by stage: yields each precision once all of the destination holds it.
+def decode_stages(
+    reader: CacheReader, destination: Destination, precisions: Sequence[Precision]
+) -> Iterator[Precision]:
+    """As `decode_into`, with stops on the way: yields each of `precisions` once all of the destination holds it.
 
-    Of precisions that a cache does not tell apart only the highest is yielded.
+    Of precisions that a cache does not tell apart only the highest is yielded. The last one is the aim.
     """
-    header = reader.header
-    check_precision(header, precision)
-    if precision == "exact":
+    header, aim = reader.header, precisions[-1]
+    for precision in precisions:
+        check_precision(header, precision)
+    if aim == "exact":
         check_exact_destination(header, destination.target(0, next(iter(header.layers[0].tensors))).dtype)
-    decoder = CacheDecoder(header, destination)
-    for payload in reader.stream_anchor():
-        decoder.anchor(payload)
-    yield "full" if decoder.complete_full else "anchor"
-    if precision == "anchor" or header.residual is None:
+    decoder = CacheDecoder(header, destination, skip_anchor="anchor" not in precisions)
+    decoder.anchor_all(reader.stream_anchor())
+    if decoder.complete_full:
+        yield "full"
+    elif "anchor" in precisions:
+        yield "anchor"
+    if aim == "anchor" or header.residual is None:
         return
-    # The exact segments come last (SPEC 4, rule 6).
-    stream = reader.start_residual(exact=precision == "exact")
+    stream = reader.start_residual(exact=aim == "exact")
     for part, payloads in groupby(stream, key=lambda payload: payload.segment.plan.part):
-        for payload in payloads:
-            decoder.refine(payload)
-        yield "exact" if part == "exact" else "full"
+        decoder.refine_all(payloads)
+        reached: Precision = "exact" if part == "exact" else "full"
+        if reached in precisions:
+            yield reached
 
 
 def check_precision(header: CacheHeader, precision: Precision) -> None:
@@ -291,3 +341,9 @@ def check_exact_destination(header: CacheHeader, dtype: torch.dtype) -> None:
             f"a model in {str(dtype).removeprefix('torch.')} cannot hold the exact values of a {header.dtype} cache",
             hint="load the model in float32, or in the dtype of the cache",
         )
+
+
+def _threads_for(payloads: Iterable[SegmentPayload]) -> int:
+    """A segment alone stays on the calling thread: kernels split it themselves."""
+    alone = isinstance(payloads, Sequence) and len(payloads) == 1
+    return 1 if alone else torch.get_num_threads()

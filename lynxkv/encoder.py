@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,6 +34,7 @@ from lynxkv.layout import (
     TensorSpec,
     TokenRange,
 )
+from lynxkv.parallel import map_ordered
 from lynxkv.prefix import prefix_digests
 from lynxkv.quantization import to_original
 from lynxkv.store import Store, Url
@@ -139,16 +141,17 @@ def encode_shards(
     header = _describe(kv, method, dtype, identity or Identity(), exact=exact, store_token_ids=store_token_ids)
     if logits is not None:
         header = replace(header, logits_tokens=_check_logits(logits))
-    anchor: dict[str, list[Payload]] = {}
-    residual: dict[str, list[Payload]] = {}
-    steps = np.zeros((len(header.tensors), 2), np.float32)
-    for ref in header.tensors:
-        x = kv.layers[ref.layer].tensors[ref.name].detach()
-        tables = _encode_tensor(ref, x, method, dtype, anchor, residual)
-        if isinstance(tables, EntropyTables):
-            steps[ref.ordinal] = tables.step, tables.half_step
+    encoding = _Encoding(kv, header, method)
+    anchor, residual = encoding.anchor, encoding.residual
+    count = len(header.tensors)
+    # One thread goes through the tensors, while others quantise, compress and digest the segments of the last ones.
+    for part, sealed in map_ordered(encoding.seal, encoding.parts(), threads=torch.get_num_threads()):
+        encoding.add(part, sealed)
         if progress:
-            progress("quantise", ref.ordinal + 1, len(header.tensors))
+            progress("quantise", part.ref.ordinal + part.ends_tensor, count)
+    if progress:
+        progress("quantise", count, count)
+    steps = encoding.steps
     anchor["steps"] = [payload(_u8(steps), may_compress=False)]
     if logits is not None:
         anchor["logits"] = [payload(_tensor_u8(logits.detach().to("cpu", torch.float32)), may_compress=False)]
@@ -178,51 +181,85 @@ def _head_of(shard: Shard) -> Callable[[int, int], bytes]:
     return lambda start, stop: head[start:stop]
 
 
-def _encode_tensor(
-    ref: TensorRef,
-    x: Tensor,
-    method: Codec,
-    dtype: Dtype,
-    anchor: dict[str, list[Payload]],
-    residual: dict[str, list[Payload]],
-) -> Tables:
-    # Bytes are laid out in host memory, wherever the model keeps its cache.
-    original = to_original(x.to("cpu"), dtype, where=f"layer {ref.layer} {ref.name}")
-    if ref.sinks:
-        sink = original[:, : ref.sinks].transpose(0, 1)
-        anchor[f"{ref.key}.sink"] = [payload(_tensor_u8(sink), may_compress=False)]
-    if not ref.coded_tokens:
-        return None
-    raw_coding = ref.coding.scheme == "raw"
-    coded = original[:, ref.sinks :]
-    tables = method.tables(coded, ref.name)
-    if isinstance(tables, EntropyTables):
-        mean = (tables.mean.view(np.uint32) >> 16).astype(np.uint16)
-        anchor[f"{ref.key}.mean"] = [payload(_u8(mean), may_compress=False)]
-        anchor[f"{ref.key}.order"] = [payload(_u8(tables.order), may_compress=False)]
-    anchors, residuals, exacts = [], [], []
-    for plan in ref.segments():
-        tokens = slice(ref.sinks + plan.first_token, ref.sinks + plan.first_token + plan.tokens)
-        part = original[:, tokens]
-        first, second = quantize(part, ref.coding, tables)
-        anchors.append(payload(first, may_compress=method.compress and not raw_coding))
-        if second is not None:
-            residuals.append(payload(second, may_compress=method.compress))
-        if ref.coding.exact:
-            exacts.append(payload(_exact_raw(part, first, second, ref, tables, dtype), may_compress=True))
-    anchor[f"{ref.key}.{'raw' if raw_coding else 'anchor'}"] = anchors
-    if residuals:
-        residual[f"{ref.key}.residual"] = residuals
-    if exacts:
-        residual[f"{ref.key}.exact"] = exacts
-    return tables
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """A segment to be: `values` [H, t, D] in the declared dtype."""
+
+    ref: TensorRef
+    values: Tensor
+    tables: Tables
+    ends_tensor: bool
 
 
-def _exact_raw(original: Tensor, first: U8, second: U8 | None, ref: TensorRef, tables: Tables, dtype: Dtype) -> U8:
-    """Decode a segment again and take the difference to the original."""
-    full = torch.empty(original.shape, dtype=original.dtype)
-    dequantize(first, second, ref.coding, tables, ref.spec, dtype, full)
-    return pack_exact(_patterns(original), _patterns(full), dtype)
+@dataclass(frozen=True, kw_only=True)
+class _Sealed:
+    anchor: Payload
+    residual: Payload | None
+    exact: Payload | None
+
+
+class _Encoding:
+    """Payloads of both shards by array name, as they come into being."""
+
+    def __init__(self, kv: KV, header: CacheHeader, method: Codec) -> None:
+        self.kv, self.header, self.method = kv, header, method
+        self.anchor: dict[str, list[Payload]] = defaultdict(list)
+        self.residual: dict[str, list[Payload]] = defaultdict(list)
+        self.steps = np.zeros((len(header.tensors), 2), np.float32)
+
+    def parts(self) -> Iterator[_Part]:
+        """All segments to be; what explains those of a tensor is stored before its first one."""
+        dtype = self.header.dtype
+        for ref in self.header.tensors:
+            # Bytes are laid out in host memory, wherever the model keeps its cache.
+            x = self.kv.layers[ref.layer].tensors[ref.name].detach().to("cpu")
+            original = to_original(x, dtype, where=f"layer {ref.layer} {ref.name}")
+            if ref.sinks:
+                sink = original[:, : ref.sinks].transpose(0, 1)
+                self.anchor[f"{ref.key}.sink"] = [payload(_tensor_u8(sink), may_compress=False)]
+            if not ref.coded_tokens:
+                continue
+            tables = self.method.tables(original[:, ref.sinks :], ref.name)
+            if isinstance(tables, EntropyTables):
+                mean = (tables.mean.view(np.uint32) >> 16).astype(np.uint16)
+                self.anchor[f"{ref.key}.mean"] = [payload(_u8(mean), may_compress=False)]
+                self.anchor[f"{ref.key}.order"] = [payload(_u8(tables.order), may_compress=False)]
+                self.steps[ref.ordinal] = tables.step, tables.half_step
+            for plan in ref.segments():
+                start = ref.sinks + plan.first_token
+                yield _Part(
+                    ref=ref,
+                    values=original[:, start : start + plan.tokens],
+                    tables=tables,
+                    ends_tensor=plan.first_token + plan.tokens == ref.coded_tokens,
+                )
+
+    def seal(self, part: _Part) -> tuple[_Part, _Sealed]:
+        """Quantise, compress and digest a segment; on any thread."""
+        coding, compress = part.ref.coding, self.method.compress
+        first, second = quantize(part.values, coding, part.tables)
+        exact = self._exact_raw(part, first, second) if coding.exact else None
+        return part, _Sealed(
+            anchor=payload(first, may_compress=compress and coding.scheme != "raw"),
+            residual=payload(second, may_compress=compress) if second is not None else None,
+            exact=payload(exact, may_compress=True) if exact is not None else None,
+        )
+
+    def add(self, part: _Part, sealed: _Sealed) -> None:
+        """Put a segment behind those before it."""
+        key = part.ref.key
+        self.anchor[f"{key}.{'raw' if part.ref.coding.scheme == 'raw' else 'anchor'}"].append(sealed.anchor)
+        if sealed.residual is not None:
+            self.residual[f"{key}.residual"].append(sealed.residual)
+        if sealed.exact is not None:
+            self.residual[f"{key}.exact"].append(sealed.exact)
+
+    def _exact_raw(self, part: _Part, first: U8, second: U8 | None) -> U8:
+        """Decode a segment again and take the difference to the original."""
+        full = torch.empty(part.values.shape, dtype=part.values.dtype)
+        dtype = self.header.dtype
+        dequantize(first, second, part.ref.coding, part.tables, part.ref.spec, dtype, full)
+        return pack_exact(_patterns(part.values), _patterns(full), dtype)
 
 
 def _patterns(tensor: Tensor) -> npt.NDArray[np.uint16]:

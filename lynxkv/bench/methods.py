@@ -108,7 +108,8 @@ class LynxStored:
     def decode(self, destination: Destination) -> Iterator[Precision]:
         """The Anchor, then the Residual in place, as far as there is one."""
         with open_cache(self._url) as reader:
-            yield from decode_stages(reader, destination, "exact" if reader.header.has_exact else "full")
+            exact: tuple[Precision, ...] = ("exact",) if reader.header.has_exact else ()
+            yield from decode_stages(reader, destination, ("anchor", "full", *exact))
 
 
 def parse_methods(texts: Sequence[str]) -> tuple[CodecMethod, ...]:

@@ -13,15 +13,18 @@ from lynxkv.format.limits import MAX_ZSTD_WINDOW_BYTES
 
 U8 = npt.NDArray[np.uint8]
 
-# Level 1: on entropy-coded symbols higher levels look for matches, find false ones, and come out larger and slower.
-LEVEL = 1
+# Entropy-coded symbols hardly repeat: what zstd takes for matches is chance, larger and slower to decode. Level 1
+# with a small table and long matches finds the fewest of them, and still finds runs and repeated rows where there are some.
+_PARAMETERS = zstandard.ZstdCompressionParameters(
+    compression_level=1, hash_log=10, min_match=7, target_length=0, write_content_size=True
+)
 _local = threading.local()
 
 
 def compress(raw: U8) -> bytes:
     """One zstd frame with its content size."""
     if not hasattr(_local, "compressor"):
-        _local.compressor = zstandard.ZstdCompressor(level=LEVEL, write_content_size=True)
+        _local.compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
     frame: bytes = _local.compressor.compress(raw)
     return frame
 

@@ -1,0 +1,68 @@
+"""Work shared out to threads: in order, bounded, and failing as it would without threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from lynxkv.parallel import map_ordered
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_results_come_in_order(threads: int) -> None:
+    assert list(map_ordered(lambda number: number**2, range(50), threads=threads)) == [n**2 for n in range(50)]
+
+
+def test_works_run_at_the_same_time() -> None:
+    barrier = threading.Barrier(3, timeout=10)
+    assert len(list(map_ordered(lambda _: barrier.wait(), range(6), threads=3))) == 6
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_few_items_are_held(threads: int) -> None:
+    taken = 0
+
+    def items() -> Iterator[int]:
+        nonlocal taken
+        for number in range(100):
+            taken += 1
+            yield number
+
+    for number in map_ordered(lambda number: number, items(), threads=threads):
+        assert taken - number <= 2 * threads
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize(("broken", "ends"), [(3, None), (3, 5), (None, 5)])
+def test_the_first_error_is_raised(threads: int, broken: int | None, ends: int | None) -> None:
+    """Whether a work or the source of items fails first, and however far others have got."""
+    done = []
+
+    def items() -> Iterator[int]:
+        for number in range(20):
+            if number == ends:
+                raise KeyError(number)
+            yield number
+
+    def work(number: int) -> int:
+        if number in (broken, 7):
+            raise ValueError(number)
+        done.append(number)
+        return number
+
+    kind: type[Exception] = KeyError if broken is None else ValueError
+    first = min(number for number in (broken, ends) if number is not None)
+    with pytest.raises(kind) as caught:
+        list(map_ordered(work, items(), threads=threads))
+    assert caught.value.args == (first,)
+    assert set(range(first)) <= set(done)
+
+
+def test_giving_up_stops_the_work() -> None:
+    done: list[int] = []
+    results = map_ordered(done.append, range(1000), threads=2)
+    next(results)
+    results.close()  # type: ignore[attr-defined]
+    assert len(done) <= 4
