@@ -52,7 +52,7 @@ def quantize(x: Tensor, codec: str | Codec = "default", *, tensor: TensorName = 
     method = get_codec(codec)
     if x.ndim < 2 or not x.numel() or x.dtype not in DTYPE_NAMES:
         raise InputError(f"cannot quantise {x.dtype} {tuple(x.shape)}", hint="give floats [..., tokens, head_dim]")
-    if not all(torch.isfinite(extreme) for extreme in torch.aminmax(x)):
+    if not math.isfinite(_reach(x)):
         raise NonFiniteError("the tensor holds NaN or infinity")
     heads = x.reshape(-1, *x.shape[-2:])
     coding = method.coding(tensor, heads.shape[0] * heads.shape[2])
@@ -92,19 +92,25 @@ def to_original(x: Tensor, dtype: Dtype, *, where: str) -> Tensor:
     Raises:
         NonFiniteError: x holds NaN or infinity, or is beyond the dtype's range.
     """
-    # Checked before any cast: a float64 value may be finite and still be beyond f32. NaN is both extremes.
-    low, high = (float(extreme) for extreme in torch.aminmax(x))
-    if not (math.isfinite(low) and math.isfinite(high)):
+    # Checked before any cast: a float64 value may be finite and still be beyond f32.
+    reach = _reach(x)
+    if not math.isfinite(reach):
         raise NonFiniteError(
             f"{where} holds NaN or infinity",
             hint="it was so before encoding: check the weights, and compute the cache in float32 or bfloat16",
         )
-    if max(high, -low) > torch.finfo(TORCH_DTYPES[dtype]).max:
+    if reach > torch.finfo(TORCH_DTYPES[dtype]).max:
         raise NonFiniteError(f"{where} exceeds the range of {dtype}", hint="use bf16, or raw with fp32")
     if x.dtype == TORCH_DTYPES[dtype]:
         return x
     wide = x.to(torch.float32)
     return wide if dtype == "fp32" else round_to(wide, dtype)
+
+
+def _reach(x: Tensor) -> float:
+    """The largest magnitude, NaN if there is one. Head by head: of what is not contiguous, torch takes a copy."""
+    extremes = [torch.stack(torch.aminmax(part)) for part in x]
+    return float(torch.stack(extremes).abs().max())
 
 
 __all__ = ["DTYPE_NAMES", "Quantized", "dequantize", "quantize", "to_original"]

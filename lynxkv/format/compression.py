@@ -13,8 +13,8 @@ from lynxkv.format.limits import MAX_ZSTD_WINDOW_BYTES
 
 U8 = npt.NDArray[np.uint8]
 
-# Entropy-coded symbols hardly repeat: what zstd takes for matches is chance, larger and slower to decode. Level 1
-# with a small table and long matches finds the fewest of them, and still finds runs and repeated rows where there are some.
+# Entropy-coded symbols hardly repeat: what zstd takes for matches is chance, larger and slower to decode. Level 1 with
+# a small table and long matches finds the fewest of them; runs and repeated rows, where there are some, it still finds.
 _PARAMETERS = zstandard.ZstdCompressionParameters(
     compression_level=1, hash_log=10, min_match=7, target_length=0, write_content_size=True
 )
