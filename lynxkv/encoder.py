@@ -17,7 +17,15 @@ from lynxkv.codecs import Codec, get_codec
 from lynxkv.errors import FormatError, InputError
 from lynxkv.exact import pack_exact
 from lynxkv.format.document import VERSION
-from lynxkv.format.limits import MAX_CHANNELS, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_LOGITS
+from lynxkv.format.limits import (
+    MAX_CHANNELS,
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_LOGITS,
+    MAX_SINK_TOKENS,
+    MAX_TOKENS,
+)
 from lynxkv.format.read import read_anchor_head, read_residual_head
 from lynxkv.format.write import Payload, Shard, build_shards, payload
 from lynxkv.kernels import EntropyTables, Tables, dequantize, quantize
@@ -133,11 +141,7 @@ def encode_shards(
     progress: Progress | None = None,
 ) -> EncodedCache:
     """Encode a KV cache in memory; see `encode`."""
-    method = get_codec(codec)
-    if dtype not in DTYPE_BYTES:
-        raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
-    if dtype == "fp32" and method.name != "raw":
-        raise InputError("fp32 goes with the codec raw only", hint="use --dtype bf16, or --codec raw")
+    method = check_options(codec, dtype)
     header = _describe(kv, method, dtype, identity or Identity(), exact=exact, store_token_ids=store_token_ids)
     if logits is not None:
         header = replace(header, logits_tokens=_check_logits(logits))
@@ -164,6 +168,25 @@ def encode_shards(
     header, anchor_shard, residual_shard = build_shards(header, anchor, residual)
     _read_back(anchor_shard, residual_shard)
     return EncodedCache(header=header, anchor=anchor_shard, residual=residual_shard)
+
+
+def check_options(codec: str | Codec, dtype: Dtype) -> Codec:
+    """The codec, if it can store a cache in `dtype`: what no KV could be encoded with is refused before there is one.
+
+    Raises:
+        InputError: an unknown codec or dtype, two that do not go together, or parameters over the format's limits.
+    """
+    method = get_codec(codec)
+    if dtype not in DTYPE_BYTES:
+        raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+    if dtype == "fp32" and method.name != "raw":
+        raise InputError("fp32 goes with the codec raw only", hint="use --dtype bf16, or --codec raw")
+    coding = method.coding("k", 1)
+    if not 0 <= coding.sink_tokens <= MAX_SINK_TOKENS:
+        raise InputError(f"sink_tokens is {coding.sink_tokens}", hint=f"it lies in [0, {MAX_SINK_TOKENS}]")
+    if coding.segment_tokens > MAX_TOKENS:
+        raise InputError(f"segments of {coding.segment_tokens} tokens are over the format's limit of {MAX_TOKENS}")
+    return method
 
 
 def _read_back(anchor: Shard, residual: Shard | None) -> None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lynxkv.decoder import load
+from lynxkv.decoder import KVDestination, decode_stages
 from lynxkv.errors import InputError
-from lynxkv.kv import KV
-from lynxkv.layout import Precision, TensorName
-from lynxkv.quantization import DTYPE_NAMES, to_original
+from lynxkv.fetch import open_cache
+from lynxkv.kv import KV, KVLayer
+from lynxkv.layout import CacheHeader, LayerSpec, Precision, TensorName
+from lynxkv.quantization import to_original
 from lynxkv.store import Url
 
 # Enough queries for a steady mean; more only cost time.
 QUERIES = 64
+
+Attention = Callable[[Tensor, Tensor], Tensor]
+"""One layer's attention outputs, f32 [H_q, Q, D], from the keys and values [H, T, D] that a cache stores of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,43 +40,64 @@ class TensorError:
     attention_nmse_both: float
 
 
-def compare(url: Url, original: KV, queries: Sequence[Tensor] | None = None) -> list[TensorError]:
-    """Errors of the cache at `url` against the KV it was made from, at both precisions.
+def compare(
+    url: Url, original: KV, attend: Sequence[Attention] | None = None, *, precision: Precision | None = None
+) -> list[TensorError]:
+    """Errors of the cache at `url` against the KV it was made from, at each precision that it tells apart.
 
-    `original` is first rounded to the cache's declared dtype, which all errors count from. `queries` holds each layer's
-    [H_q, Q, D] query vectors after RoPE; without them the last keys of the layer stand in, which is a hard case, since
-    they find themselves. Every query sees all tokens, and logits are scaled by 1 / sqrt(D).
+    The cache is fetched once and refined in place. `original` is first rounded to the cache's declared dtype, which
+    all errors count from; it may hold more positions of a sliding layer than the cache.
+
+    Args:
+        attend: of each layer, as `integrations.hf.queries.watch_attention` gives it; `key_attention` by default.
+        precision: the highest to look at; by default the best that the cache has.
 
     Raises:
-        InputError: the shapes differ.
+        InputError: the shapes differ, or the cache does not have this precision.
         StoreError, FormatError: the cache cannot be read.
     """
     out: list[TensorError] = []
-    full = load(url, precision="full")
-    same = _shapes(full) == _shapes(original)
-    if not same:
-        raise InputError(f"{url} and the original have different shapes", hint="compare with the KV it was made from")
-    precisions: list[tuple[Precision, KV]] = [("anchor", load(url, precision="anchor")), ("full", full)]
-    for precision, decoded in precisions:
-        for number, layer in enumerate(original.layers):
-            query = queries[number] if queries is not None else None
-            tensors = decoded.layers[number].tensors
-            rounded = {
-                name: to_original(x, DTYPE_NAMES[tensors[name].dtype], where=f"layer {number} {name}")
-                for name, x in layer.tensors.items()
-            }
-            out += _layer_errors(number, precision, rounded, tensors, query)
+    with open_cache(url) as reader:
+        header = reader.header
+        layers = _held_by(header, original, reader.url)
+        decoded = KVDestination(header)
+        best: Precision = "exact" if header.has_exact else "full"
+        for reached in decode_stages(reader, decoded, precision or best):
+            for number, layer in enumerate(layers):
+                rounded = {
+                    name: to_original(x.to("cpu"), header.dtype, where=f"layer {number} {name}")
+                    for name, x in layer.items()
+                }
+                if {"k", "v"} <= set(rounded):
+                    by = attend[number] if attend else key_attention(rounded["k"], header.layers[number].window)
+                    out += _layer_errors(number, reached, rounded, decoded.kv.layers[number].tensors, by)
     return out
 
 
-def attention(query: Tensor, keys: Tensor, values: Tensor, *, scale: float | None = None) -> Tensor:
-    """softmax(q k^T * scale) v for query [H_q, Q, D], keys and values [H, T, D], H dividing H_q; f32 [H_q, Q, D]."""
+def attention(query: Tensor, keys: Tensor, values: Tensor, *, visible: Tensor | None = None) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v for query [H_q, Q, D], keys and values [H, T, D], H dividing H_q; f32 [H_q, Q, D].
+
+    `visible` [Q, T] says which keys a query sees; by default all.
+    """
     groups = query.shape[0] // keys.shape[0]
     keys = keys.to(torch.float32).repeat_interleave(groups, 0)
     values = values.to(torch.float32).repeat_interleave(groups, 0)
-    scale = scale if scale is not None else query.shape[-1] ** -0.5
-    weights = torch.softmax(query.to(torch.float32) @ keys.transpose(1, 2) * scale, -1)
-    return weights @ values
+    logits = query.to(torch.float32) @ keys.transpose(1, 2) * query.shape[-1] ** -0.5
+    if visible is not None:
+        logits = logits.masked_fill(~visible, float("-inf"))
+    return torch.softmax(logits, -1) @ values
+
+
+def key_attention(original_keys: Tensor, window: int | None = None) -> Attention:
+    """Causal attention whose queries are the last original keys [H, T, D] of a layer, for want of a model's queries.
+
+    A hard case, since these queries find themselves. `window` counts the tokens that a query sees, its own included.
+    """
+    query = original_keys[:, -QUERIES:].to(torch.float32)
+    tokens = original_keys.shape[1]
+    behind = torch.arange(tokens - query.shape[1], tokens)[:, None] - torch.arange(tokens)
+    visible = (behind >= 0) & (behind < (window or tokens))
+    return lambda keys, values: attention(query, keys, values, visible=visible)
 
 
 def nmse(decoded: Tensor, original: Tensor) -> float:
@@ -88,17 +113,14 @@ def _layer_errors(
     precision: Precision,
     original: dict[TensorName, Tensor],
     decoded: dict[TensorName, Tensor],
-    query: Tensor | None,
+    attend: Attention,
 ) -> list[TensorError]:
-    if set(original) != {"k", "v"}:
-        return []
     k, v = original["k"], original["v"]
-    query = query if query is not None else k[:, -QUERIES:].to(torch.float32)
-    exact = attention(query, k, v)
-    both = nmse(attention(query, decoded["k"], decoded["v"]), exact)
+    exact = attend(k, v)
+    both = nmse(attend(decoded["k"], decoded["v"]), exact)
     alone: dict[TensorName, float] = {
-        "k": nmse(attention(query, decoded["k"], v), exact),
-        "v": nmse(attention(query, k, decoded["v"]), exact),
+        "k": nmse(attend(decoded["k"], v), exact),
+        "v": nmse(attend(k, decoded["v"]), exact),
     }
     return [
         TensorError(
@@ -114,5 +136,28 @@ def _layer_errors(
     ]
 
 
-def _shapes(kv: KV) -> list[dict[str, tuple[int, ...]]]:
-    return [{name: tuple(tensor.shape) for name, tensor in layer.tensors.items()} for layer in kv.layers]
+def _held_by(header: CacheHeader, original: KV, url: str) -> list[dict[TensorName, Tensor]]:
+    """The original's tensors, cut to the positions that the cache holds."""
+    if len(header.layers) != len(original.layers):
+        raise _other_shapes(url, f"{len(header.layers)} layers", f"{len(original.layers)}")
+    return [
+        _cut(spec, layer, f"{url}: layer {number}")
+        for number, (spec, layer) in enumerate(zip(header.layers, original.layers, strict=True))
+    ]
+
+
+def _cut(spec: LayerSpec, layer: KVLayer, where: str) -> dict[TensorName, Tensor]:
+    stored = {name: (tensor.heads, tensor.head_dim) for name, tensor in spec.tensors.items()}
+    given = {name: (x.shape[0], x.shape[2]) for name, x in layer.tensors.items()}
+    if stored != given:
+        raise _other_shapes(where, f"tensors {stored}", f"{given}")
+    if not layer.start <= spec.start or layer.stop != spec.stop:
+        raise _other_shapes(where, f"positions [{spec.start}, {spec.stop})", f"[{layer.start}, {layer.stop})")
+    return {name: x[:, spec.start - layer.start :] for name, x in layer.tensors.items()}
+
+
+def _other_shapes(where: str, stored: str, given: str) -> InputError:
+    return InputError(
+        f"{where} has {stored}, the original {given}: different shapes",
+        hint="compare with the KV it was made from",
+    )

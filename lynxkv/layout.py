@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from lynxkv.choices import Dtype as Dtype
+from lynxkv.choices import Precision as Precision
 from lynxkv.packing import plane_row_bytes, radix_group
 
-Dtype = Literal["bf16", "fp16", "fp32"]
-Precision = Literal["anchor", "full", "exact"]
 TensorName = Literal["k", "v", "latent"]
 LayerKind = Literal["full", "sliding"]
 

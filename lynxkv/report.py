@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from lynxkv.errors import ChecksumError, ContentError
+from lynxkv.errors import ChecksumError, ContentError, FormatError, StoreError
 from lynxkv.fetch import CacheReader, open_cache
 from lynxkv.format.content import check_content
+from lynxkv.format.document import ANCHOR_NAME
 from lynxkv.format.index import ZSTD, Segment
 from lynxkv.format.read import ShardHead
 from lynxkv.layout import CacheHeader, FixedCoding, Identity, LayerSpec, TokenRange
@@ -39,7 +40,11 @@ class LayerGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class InspectReport:
-    """What `inspect` says of a cache. Sizes in bytes; bits an element count everything, headers included."""
+    """What `inspect` says of a cache. Sizes in bytes; bits an element count everything, headers included.
+
+    `residual_problem` says why the Residual could not be read: its bytes are then as the Anchor states them, and
+    `parts` has none of them. `orphans` are Residuals of earlier encodes in the same prefix.
+    """
 
     url: str
     cache_id: str
@@ -64,6 +69,9 @@ class InspectReport:
     compression_total: float
     parts: tuple[Part, ...]
     writer: dict[str, Any]
+    residual_problem: str | None
+    orphans: tuple[str, ...]
+    orphan_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,15 +90,22 @@ class CheckReport:
 def inspect(url: Url, *, link: Link | None = None) -> InspectReport:
     """Describe the cache at `url`; reads headers and indexes only.
 
+    A Residual that is missing or damaged is no error here: the report says so.
+
     Raises:
-        CacheNotFoundError, FetchError: the store cannot deliver them.
-        FormatError: they are damaged.
+        CacheNotFoundError, FetchError: the store cannot deliver the Anchor.
+        FormatError: the Anchor is damaged.
     """
     with open_cache(url, link=link) as reader:
         header = reader.header
         parts = _parts(header, "anchor", reader.anchor_head)
+        problem = None
         if header.residual is not None:
-            parts += _parts(header, "residual", reader.read_residual_head())
+            try:
+                parts += _parts(header, "residual", reader.read_residual_head())
+            except (StoreError, FormatError) as error:
+                problem = error.message
+        orphans = _orphans(reader)
         full = reader.bytes_anchor + reader.bytes_residual
         total = full + reader.bytes_exact
         return InspectReport(
@@ -117,6 +132,9 @@ def inspect(url: Url, *, link: Link | None = None) -> InspectReport:
             compression_total=header.original_bytes / total,
             parts=tuple(parts),
             writer=header.writer,
+            residual_problem=problem,
+            orphans=tuple(orphans),
+            orphan_bytes=sum(orphans.values()),
         )
 
 
@@ -129,20 +147,19 @@ def check(url: Url, *, link: Link | None = None) -> CheckReport:
     """
     with open_cache(url, link=link) as reader:
         header, residual = reader.header, reader.header.residual
-        segments = _check_shard(reader, reader.anchor_head, "anchor.safetensors")
+        segments = _check_shard(reader, reader.anchor_head, ANCHOR_NAME)
         if residual is not None:
             segments += _check_shard(reader, reader.read_residual_head(), residual.name)
         _check_prefix(reader)
-        known = {"anchor.safetensors", residual.name if residual else ""}
-        orphans = [item for item in _objects(reader) if item[0] not in known]
+        orphans = _orphans(reader)
         return CheckReport(
             url=reader.url,
             cache_id=header.cache_id,
             segments=segments,
             bytes=reader.bytes_anchor + reader.bytes_residual + reader.bytes_exact,
             tokens=header.tokens.count,
-            orphans=tuple(name for name, _ in orphans),
-            orphan_bytes=sum(size for _, size in orphans),
+            orphans=tuple(orphans),
+            orphan_bytes=sum(orphans.values()),
         )
 
 
@@ -171,9 +188,11 @@ def _check_prefix(reader: CacheReader) -> None:
             raise ChecksumError(f"{reader.url}: the prefix digests are not those of the token ids")
 
 
-def _objects(reader: CacheReader) -> list[tuple[str, int]]:
-    """Residual objects in the prefix, as far as the store can list them."""
-    return [(item.name, item.bytes) for item in reader.store.try_objects() if item.name.startswith("residual-")]
+def _orphans(reader: CacheReader) -> dict[str, int]:
+    """Names and bytes of Residuals that are not the cache's own, as far as the store can list them."""
+    own = reader.header.residual.name if reader.header.residual else None
+    found = (item for item in reader.store.try_objects() if item.name.startswith("residual-"))
+    return {item.name: item.bytes for item in found if item.name != own}
 
 
 def _parts(header: CacheHeader, shard: str, head: ShardHead) -> list[Part]:

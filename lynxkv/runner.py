@@ -21,6 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lynxkv.choices import Verify
 from lynxkv.decoder import CacheDecoder, check_exact_destination, check_precision
 from lynxkv.draft import Draft, propose
 from lynxkv.errors import InputError
@@ -48,7 +49,6 @@ from lynxkv.verify import Acceptance, accept
 # full cache is nearly always right about the exact one; there the limit bounds the memory of the distributions.
 AUTO_DRAFT_TOKENS: dict[Precision, int] = {"full": 64, "exact": 256}
 Speculate = Literal["auto", "off"] | int
-Verify = Literal["none", "full", "exact"]
 # What the text is verified against, one after the other.
 STAGES: dict[Verify, tuple[Precision, ...]] = {"none": (), "full": ("full",), "exact": ("full", "exact")}
 

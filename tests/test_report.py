@@ -11,6 +11,7 @@ import pytest
 
 import lynxkv
 from lynxkv.codecs import CODECS
+from lynxkv.format.document import ANCHOR_NAME
 from lynxkv.testing.kv import random_kv
 
 
@@ -40,7 +41,7 @@ def test_padding_must_be_zero(tmp_path: Path) -> None:
     url = str(tmp_path / "a.lynx")
     lynxkv.encode(random_kv(layers=1, tokens=10, head_dim=5), url)
     lynxkv.check(url)
-    path = tmp_path / "a.lynx" / "anchor.safetensors"
+    path = tmp_path / "a.lynx" / ANCHOR_NAME
     data = bytearray(path.read_bytes())
     data[-1] = 1  # the pad after the token ids
     path.write_bytes(data)
@@ -53,7 +54,7 @@ def test_another_safetensors_file_is_not_a_cache(tmp_path: Path) -> None:
     folder.mkdir()
     header = b'{"__metadata__":{"format":"pt"},"x":{"dtype":"U8","shape":[64],"data_offsets":[0,64]}}'
     header = header.ljust(120)
-    (folder / "anchor.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(64))
+    (folder / ANCHOR_NAME).write_bytes(struct.pack("<Q", len(header)) + header + bytes(64))
     with pytest.raises(lynxkv.HeaderError, match="not a lynxkv shard"):
         lynxkv.check(str(folder))
 

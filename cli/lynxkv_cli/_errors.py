@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from lynxkv.errors import (
     UnsupportedFormatError,
 )
 from lynxkv_cli._output import Output
+from lynxkv_cli._streams import StdoutError
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
@@ -66,6 +68,11 @@ def _interrupted(error: BaseException) -> Failure:
     return Failure(kind="Interrupted", message="interrupted", hint=None, exit_code=INTERRUPTED)
 
 
+def _stdout(error: StdoutError) -> Failure:
+    hint = "send it to a file or a pipe that takes it, or to /dev/null if you do not need it"
+    return Failure(kind="StdoutError", message=f"cannot write to stdout: {error}", hint=hint, exit_code=FAILED)
+
+
 def _system(error: OSError) -> Failure:
     where = f": {error.filename}" if error.filename else ""
     message = f"{error.strerror or error}{where}"
@@ -88,6 +95,7 @@ TABLE: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], Callab
     (LynxError, _lynx),
     (typer.TyperException, _usage),
     ((KeyboardInterrupt, typer.Abort), _interrupted),
+    (StdoutError, _stdout),
     (OSError, _system),
     (MemoryError, _out_of_memory),
     (BaseException, _unexpected),
@@ -109,8 +117,15 @@ def failure_of(error: BaseException) -> Failure:
 
 def report(error: BaseException, output: Output) -> int:
     """Print what went wrong and return the exit code; `LYNXKV_DEBUG=1` adds the traceback."""
+    if isinstance(error, StdoutError) and error.reader_left:
+        return FAILED  # Whoever read our output has left, which is their right.
     failure = failure_of(error)
     if os.environ.get("LYNXKV_DEBUG") == "1":
         traceback.print_exception(error)
-    output.error(failure.kind, failure.message, failure.hint)
+    as_text = Output("human")
+    try:
+        (as_text if isinstance(error, StdoutError) else output).error(failure.kind, failure.message, failure.hint)
+        sys.stdout.flush()
+    except StdoutError:  # The error was to be a JSON object.
+        as_text.error(failure.kind, failure.message, failure.hint)
     return failure.exit_code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -29,32 +30,59 @@ Model = Annotated[
     ),
 ]
 
-Dtype = Literal["bf16", "fp16", "fp32"]
-Verify = Literal["none", "full", "exact"]
 LINK_FORM = "write it like 200mbit or 1gbit/20ms"
+# More than any model's context holds, and little enough that an endless file or pipe does no harm.
+MAX_TEXT_BYTES = 64 << 20
 
 
-def read_text(value: str, *, name: str) -> str:
+def read_text(value: str, *, name: str, note: Callable[[str], None]) -> str:
     """The text that an argument stands for: itself, the file of `@path`, or stdin for `-`.
 
-    Raises UsageProblem if the file cannot be read as UTF-8 text.
+    Args:
+        name: what the text is: a prompt, a question.
+        note: is told when a terminal is waited for.
+
+    Raises:
+        UsageProblem: there is no such file or stdin, or what it holds is not text.
+        InputError: the text is empty or longer than any prompt.
     """
     if value == "-":
-        source, data = "stdin", sys.stdin.buffer.read()
+        source, data = "stdin", _read_stdin(name, note)
     elif value.startswith("@"):
-        source = value[1:]
-        try:
-            data = Path(source).read_bytes()
-        except OSError as error:
-            hint = f"@ reads {name} from a file; quote the text and put a space before @ if it is not a path"
-            raise UsageProblem(f"cannot read {source}: {error.strerror}", hint=hint) from error
+        source, data = value[1:], _read_file(value[1:], name)
     else:
-        return value
+        # Python keeps the bytes of arguments that are not text as surrogates, which UTF-8 has no place for.
+        source, data = f"the {name} on the command line", value.encode("utf-8", "surrogatepass")
+    if len(data) > MAX_TEXT_BYTES:
+        raise InputError(f"{source} is longer than {MAX_TEXT_BYTES >> 20} MiB", hint="no model takes as much text")
     try:
-        return data.decode("utf-8-sig")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         hint = "convert it to UTF-8 first"
         raise UsageProblem(f"{source} is not UTF-8 text (byte {error.start})", hint=hint) from error
+    if not text.strip():
+        raise InputError(f"the {name} is empty", hint="give some text, @FILE, or - for stdin")
+    return text
+
+
+def _read_stdin(name: str, note: Callable[[str], None]) -> bytes:
+    if sys.stdin is None:
+        raise UsageProblem("stdin is closed", hint=f"pipe the {name} into it, or give it as text or as @FILE")
+    if sys.stdin.isatty():
+        note(f"type the {name}, then Ctrl-D at the start of a line")
+    try:
+        return sys.stdin.buffer.read(MAX_TEXT_BYTES + 1)
+    except OSError as error:
+        raise UsageProblem(f"cannot read stdin: {error.strerror}", hint=f"pipe the {name} into it") from error
+
+
+def _read_file(path: str, name: str) -> bytes:
+    try:
+        with Path(path).open("rb") as file:
+            return file.read(MAX_TEXT_BYTES + 1)
+    except OSError as error:
+        hint = f"@ reads the {name} from a file; quote the text and put a space before @ if it is not a path"
+        raise UsageProblem(f"cannot read {path}: {error.strerror}", hint=hint) from error
 
 
 def parse_link(value: str | None) -> Link | None:
@@ -73,7 +101,7 @@ def parse_speculate(value: str) -> Literal["auto", "off"] | int:
     """`auto`, `off`, or the number of draft tokens."""
     if value == "auto" or value == "off":
         return "auto" if value == "auto" else "off"
-    if value.isascii() and value.isdigit() and 1 <= int(value) <= 4096:
+    if value.isascii() and value.isdigit() and len(value) <= 4 and 1 <= int(value) <= 4096:
         return int(value)
     hint = "use auto, off, or a number of draft tokens from 1 to 4096"
     raise UsageProblem(f"{value!r} is not a way to speculate", hint=hint)

@@ -49,7 +49,7 @@ class Output:
     def result(self, value: Mapping[str, Any]) -> None:
         """What the command found, as the one JSON object of `--json`."""
         if self.mode == "json":
-            print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+            print(json.dumps(value, indent=2, ensure_ascii=not _writes_utf8(sys.stdout), allow_nan=False))
 
     def note(self, text: str) -> None:
         """A message to the person at the terminal."""
@@ -61,9 +61,9 @@ class Output:
         if self.mode == "json":
             self.result({"error": {"type": kind, "message": message, "hint": hint}})
             return
-        print(f"{_styled('error:', '31')} {printable(message)}", file=sys.stderr)
-        if hint:
-            print(f"{_styled('hint:', '36')} {printable(hint)}", file=sys.stderr)
+        for label, color, text in (("error:", "31", message), ("hint:", "36", hint)):
+            if text:
+                print(f"{_styled(label, color)} {' '.join(printable(text).splitlines())}", file=sys.stderr)
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
@@ -90,6 +90,11 @@ class Output:
                 bars.update(tasks[stage], completed=done, total=total)
 
             yield update
+
+
+def _writes_utf8(stream: Any) -> bool:
+    """Whether `stream` takes every character; one that is no file does."""
+    return (stream.encoding or "utf-8").lower().replace("_", "-") in ("utf-8", "utf8")
 
 
 def can_style(stream: Any) -> bool:

@@ -17,7 +17,7 @@ from lynxkv.events import (
     Verified,
 )
 from lynxkv_cli._live import LiveText
-from lynxkv_cli._output import size
+from lynxkv_cli._output import printable, size
 
 PHASES: dict[PhaseName, str] = {
     "anchor": "fetching the Anchor",
@@ -49,7 +49,7 @@ class SilentView:
 
 
 class PlainView:
-    """For pipes: verified text, as soon as it is verified."""
+    """For pipes, and terminals without styles: verified text, as soon as it is verified."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -58,9 +58,11 @@ class PlainView:
     def on_event(self, event: Event) -> None:
         """Write verified text."""
         if isinstance(event, Verified) and event.text:
-            self._stream.write(event.text)
+            # A terminal without styles is still a terminal: see `printable`.
+            text = printable(event.text) if self._stream.isatty() else event.text
+            self._stream.write(text)
             self._stream.flush()
-            self._last = event.text[-1]
+            self._last = text[-1:] or self._last
 
     def finish(self) -> None:
         """End the last line, if there is one."""

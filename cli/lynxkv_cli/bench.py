@@ -81,7 +81,7 @@ def codec(
     output = Output.of(as_json=as_json, quiet=quiet)
     changes: dict[str, Any] = {"draft_tokens": draft_tokens}
     if documents:
-        changes["documents"] = tuple(_document(text) for text in documents)
+        changes["documents"] = tuple(_document(text, output) for text in documents)
     if tokens:
         changes["tokens"] = tuple(dict.fromkeys(tokens))
     import lynxkv
@@ -113,11 +113,13 @@ def codec(
     output.data(render(bench, rows(bench), comparisons(bench, compared)))
 
 
-def _document(argument: str) -> Any:
+def _document(argument: str, output: Output) -> Any:
     from lynxkv.bench.documents import GENERAL_PROMPTS, Document
 
     name = Path(argument[1:]).name if argument.startswith("@") else "stdin" if argument == "-" else argument[:20]
-    return Document(name=name, kind="file", text=read_text(argument, name="a document"), prompts=GENERAL_PROMPTS)
+    return Document(
+        name=name, kind="file", text=read_text(argument, name="document", note=output.note), prompts=GENERAL_PROMPTS
+    )
 
 
 def _progress(output: Output, bars: Progress) -> Progress:

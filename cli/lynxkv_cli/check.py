@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from lynxkv_cli._options import Json, Quiet, Url
 from lynxkv_cli._output import Output, size
+
+if TYPE_CHECKING:
+    from lynxkv.report import CheckReport, InspectReport
 
 HELP = """Example: lynxkv check readme.lynx
 
@@ -23,4 +27,17 @@ def check(url: Url, as_json: Json = False, quiet: Quiet = False) -> None:
     report = lynxkv.check(url)
     output.result(asdict(report))
     if not quiet:
-        output.data(f"{report.url}: whole, {report.tokens} tokens, {report.segments} segments, {size(report.bytes)}")
+        lines = [f"{report.url}: whole, {report.tokens} tokens, {report.segments} segments, {size(report.bytes)}"]
+        output.data("\n".join([*lines, *superseded(report)]))
+
+
+def superseded(report: CheckReport | InspectReport) -> list[str]:
+    """A line on Residuals of earlier encodes in the same prefix, if there are any."""
+    count = len(report.orphans)
+    if not count:
+        return []
+    what = "a Residual" if count == 1 else f"{count} Residuals"
+    return [
+        f"beside it {what} of earlier encodes, {size(report.orphan_bytes)}: {', '.join(report.orphans)}; "
+        "delete once nobody reads the caches they belonged to"
+    ]

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lynxkv.choices import CODEC_NAMES, Dtype, parse_codec
 from lynxkv_cli._errors import UsageProblem
-from lynxkv_cli._options import Dtype, Json, Model, Quiet, read_text
+from lynxkv_cli._options import Json, Model, Quiet, read_text
 from lynxkv_cli._output import Output, seconds, size
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ The prompt is text, @FILE, or - for stdin. For a chat model it becomes the start
 open, so that a question can follow it. Nothing appears at the URL before the cache is complete. The URL goes
 to stdout.
 
+A codec may be given parameters: default:radix=5 or alg1:alpha=100,chunk_dtype=f32. `lynxkv bench codec` measures
+what they do.
+
 With --from the keys and values come from a safetensors file that another tool wrote, as arrays layer.<i>.k
 and layer.<i>.v of shape [heads, tokens, head_dim], and token_ids if known; --model then only records whose
 they are.
@@ -49,7 +53,8 @@ def encode(
     ] = None,
     model: Model = None,
     codec: Annotated[
-        str, typer.Option(metavar="NAME", help="default, alg1, alg1-shift, raw, int8 or int4.")
+        str,
+        typer.Option(metavar="NAME[:P=V,...]", help=f"One of {', '.join(CODEC_NAMES)}; with parameters if need be."),
     ] = "default",
     dtype: Annotated[Dtype, typer.Option(help="What decoding returns; fp32 only with the codec raw.")] = "bf16",
     from_file: Annotated[
@@ -76,7 +81,7 @@ def encode(
     if prompt is not None and from_file is None:
         if model is None:
             raise UsageProblem("a prompt needs a model", hint="add --model smollm2")
-        source = partial(_prefilled, read_text(prompt, name="a prompt"), model, chunk_tokens, output)
+        source = partial(_prefilled, read_text(prompt, name="prompt", note=output.note), model, chunk_tokens, output)
     elif from_file is not None and prompt is None:
         if logits:
             raise UsageProblem("--logits needs a prompt", hint="a KV file has no logits; leave --logits out")
@@ -85,12 +90,15 @@ def encode(
         hint = "lynxkv encode @README.md --model smollm2 --out readme.lynx"
         raise UsageProblem("give a prompt or --from, one of the two", hint=hint)
 
+    choice = parse_codec(codec)
     import lynxkv
     from lynxkv.codecs import get_codec
+    from lynxkv.encoder import check_options
     from lynxkv.store import Store
 
     # What can be refused without the model is refused before it is loaded.
-    method = get_codec(codec)
+    method = check_options(get_codec(choice.name, **choice.params), dtype)
+    exact = exact or choice.exact
     Store(out).check_target(overwrite=force)
     kv, identity, last_logits, prefill_s = source()
     started = time.monotonic()
@@ -113,7 +121,8 @@ def encode(
             "url": report.url,
             "cache_id": report.cache_id,
             "tokens": report.tokens,
-            "codec": codec,
+            "codec": method.name,
+            "codec_params": method.params(),
             "dtype": dtype,
             "model_id": identity.model_id if identity is not None else None,
             "bytes_anchor": report.bytes_anchor,

@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lynxkv.choices import Verify
 from lynxkv_cli._errors import UsageProblem
-from lynxkv_cli._options import Json, Model, Quiet, Url, Verify, parse_link, parse_speculate, read_text
+from lynxkv_cli._options import Json, Model, Quiet, Url, parse_link, parse_speculate, read_text
 from lynxkv_cli._output import Output, can_style, seconds, size
 
 if TYPE_CHECKING:
     from lynxkv.events import GenerateResult
+    from lynxkv.integrations import hf
     from lynxkv.layout import Identity
+
+UNVERIFIED = "unverified: this text is decoded on the Anchor alone and may differ from that of the full cache"
 
 HELP = """Example: lynxkv generate readme.lynx --prompt "What is this?" --link 20mbit
 
@@ -22,14 +26,21 @@ Answer from a cache while it is still arriving: draft on the Anchor, verify with
 
 In a terminal the draft is dimmed and turns solid as it is verified; wrong tokens are struck through and
 replaced. In a pipe only verified text reaches stdout. A summary follows on stderr.
+
+Without --prompt the cached text goes on: the model answers a chat turn that was left open as it stands, and
+continues any other text. With --verify exact and a cache made with --logits, the first token of such a text
+needs no keys or values at all.
 """
 
 
 def generate(
     url: Url,
     prompt: Annotated[
-        str, typer.Option("--prompt", "-p", metavar="TEXT|@FILE|-", help="What to ask after the cached text.")
-    ],
+        str | None,
+        typer.Option(
+            "--prompt", "-p", metavar="TEXT|@FILE|-", help="What to ask after the cached text.", show_default=False
+        ),
+    ] = None,
     model: Model = None,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Stop after this many tokens.")] = 128,
     temperature: Annotated[float, typer.Option(metavar="X", min=0.0, help="0 is greedy.")] = 0.0,
@@ -65,7 +76,7 @@ def generate(
     output = Output.of(as_json=as_json, quiet=quiet)
     simulated = parse_link(link)
     drafts = parse_speculate(speculate)
-    question = read_text(prompt, name="a question")
+    question = None if prompt is None else read_text(prompt, name="question", note=output.note)
     import lynxkv
 
     with lynxkv.open(url) as reader:
@@ -74,17 +85,19 @@ def generate(
             from lynxkv.decoder import check_precision
 
             check_precision(reader.header, verify)
+        unverified = verify == "none" and reader.bytes_residual > 0
     ref = model or _model_of(url, identity)
 
     from lynxkv.identity import check_identity
-    from lynxkv.integrations.hf import suffix
     from lynxkv_cli._views import view_for
 
     sampling = lynxkv.Sampling(temperature=temperature, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed)
     output.note(f"loading {ref}")
     loaded = lynxkv.load_model(ref, report=output.note)
     check_identity(identity, loaded.identity)
-    question_ids = suffix(loaded.tokenizer, question, turn=identity.turn)
+    suffix_ids = _suffix_ids(loaded, question, identity.turn)
+    if unverified:
+        output.note(UNVERIFIED)
     view = view_for(output.mode, styled=can_style(sys.stdout))
     # The clock of the result starts here: with the model in memory, before the first byte of the cache.
     with lynxkv.open(url, link=simulated) as reader:
@@ -92,7 +105,7 @@ def generate(
             result = lynxkv.generate(
                 reader,
                 loaded,
-                question_ids,
+                suffix_ids,
                 max_new_tokens=max_new_tokens,
                 sampling=sampling,
                 speculate=drafts,
@@ -104,6 +117,15 @@ def generate(
             view.finish()
     output.result({"url": url, "model_id": loaded.identity.model_id, **asdict(result)})
     output.note(summary(result))
+
+
+def _suffix_ids(model: hf.Model, question: str | None, turn: str | None) -> list[int]:
+    """What follows the cached tokens. Without a question only a turn known to be open is closed."""
+    from lynxkv.integrations.hf import suffix
+
+    if question is None:
+        return suffix(model.tokenizer, turn=turn or "none")
+    return suffix(model.tokenizer, question, turn=turn)
 
 
 def _model_of(url: str, identity: Identity) -> str:
@@ -129,10 +151,12 @@ def summary(result: GenerateResult) -> str:
         )
     if result.bytes_exact:
         exact = f", exact {size(result.bytes_exact)}"
+    unverified = f"{UNVERIFIED}\n" if result.precision == "anchor" else ""
+    buffers = ", ".join(f"{name.replace('_', ' ')} {size(count)}" for name, count in result.peak_parts.items())
     return (
-        f"drafted {result.drafted}, accepted {result.accepted}{share}\n"
+        f"{unverified}drafted {result.drafted}, accepted {result.accepted}{share}\n"
         f"first draft token {seconds(result.first_draft_s)}, first verified token {seconds(result.first_verified_s)}, "
         f"all {len(result.token_ids)} tokens {seconds(result.total_s)}\n"
         f"{second}Anchor {size(result.bytes_anchor)}, Residual {size(result.bytes_residual)}{exact}; "
-        f"peak memory {size(result.peak_bytes)} beside the model"
+        f"buffers at their largest {size(result.peak_bytes)} ({buffers})"
     )

@@ -13,17 +13,27 @@ from lynxkv.errors import InputError
 from lynxkv_cli._errors import UsageProblem
 from lynxkv_cli._options import Json, Model, Quiet, Url
 from lynxkv_cli._output import Output
+from lynxkv_cli.check import superseded
 
 if TYPE_CHECKING:
+    from lynxkv.choices import Precision
     from lynxkv.fidelity import TensorError
     from lynxkv.report import InspectReport
+
+QUERIES_OF = {
+    "model": "the model itself, for the last tokens of the cached text",
+    "keys": "the last keys in the place of queries, causal, logits scaled by 1 / sqrt(head_dim)",
+}
 
 HELP = """Example: lynxkv inspect readme.lynx
 
 Say what a cache is (model, tokens, codec, identity) and where its bytes go.
 
-Only headers and indexes are read, unless --against or --model asks for the error of every layer and tensor:
-the largest difference, the normalised mean square error, and that of attention outputs.
+Only headers and indexes are read, unless --against or --model asks for the error of every layer and tensor at
+every precision: the largest difference, the normalised mean square error, and that of attention outputs.
+With --model these are of the model's own attention, for the last tokens of the cached text; a file has no
+queries, so that its last keys stand in for them. A Residual that cannot be read is named, and what the Anchor
+alone says is shown; `lynxkv check` fails then.
 """
 
 
@@ -44,39 +54,51 @@ def inspect(
     output = Output.of(as_json=as_json, quiet=quiet)
     report = lynxkv.inspect(url)
     errors: list[TensorError] | None = None
+    # What cannot be read cannot be compared.
+    precision: Precision | None = "anchor" if report.residual_problem else None
     if against is not None:
         from lynxkv.kv import kv_from_safetensors
 
-        errors = lynxkv.compare(url, kv_from_safetensors(against))
+        errors = lynxkv.compare(url, kv_from_safetensors(against), precision=precision)
     elif model is not None:
-        errors = _compare_with_model(url, model, output)
-    output.result({**asdict(report), "errors": None if errors is None else [asdict(error) for error in errors]})
+        errors = _compare_with_model(url, model, precision, output)
+    queries = None if errors is None else "keys" if model is None else "model"
+    output.result(
+        {
+            **asdict(report),
+            "queries": queries,
+            "errors": None if errors is None else [asdict(error) for error in errors],
+        }
+    )
     output.data(describe(report))
-    if errors is not None:
-        output.data("\n" + error_table(errors))
+    if errors is not None and queries is not None:
+        output.data(f"\nattention of {QUERIES_OF[queries]}\n\n" + error_table(errors))
 
 
-def _compare_with_model(url: str, ref: str, output: Output) -> list[TensorError]:
-    """Prefill the cached tokens again; attention is that of the last tokens' own queries."""
+def _compare_with_model(url: str, ref: str, precision: Precision | None, output: Output) -> list[TensorError]:
+    """Prefill the cached tokens again, and watch the model attend to them."""
     import lynxkv
     from lynxkv.fidelity import QUERIES
     from lynxkv.identity import check_identity
-    from lynxkv.integrations.hf.queries import queries
+    from lynxkv.integrations.hf.queries import watch_attention
+    from lynxkv.models import check_prompt
 
     with lynxkv.open(url) as reader:
         stored, header = reader.token_ids(), reader.header
-    if stored is None:
+    if stored is None or header.tokens.start:
+        what = "does not store its token ids" if stored is None else f"starts at position {header.tokens.start}"
         hint = "compare with --against and the KV cache it was made from"
-        raise InputError(f"{url} does not store its token ids", hint=hint)
+        raise InputError(f"{url} {what}", hint=hint)
     model = lynxkv.load_model(ref, report=output.note)
     check_identity(header.identity, model.identity)
     ids = stored.tolist()
+    check_prompt(model, ids)
     output.note(f"prefilling {len(ids)} tokens")
     cache = model.new_cache(0, len(ids))
     if ids[:-QUERIES]:
         model.step(cache, ids[:-QUERIES])
-    used = queries(model, cache, ids[-QUERIES:])
-    return lynxkv.compare(url, cache.to_kv(ids), used)
+    watched = watch_attention(model, cache, ids[-QUERIES:])
+    return lynxkv.compare(url, cache.to_kv(ids), watched, precision=precision)
 
 
 def describe(report: InspectReport) -> str:
@@ -95,8 +117,10 @@ def describe(report: InspectReport) -> str:
         ("dtype", report.dtype),
         ("format", f"{report.version}, written by {report.writer.get('tool')} {report.writer.get('version')}"),
         ("cache id", report.cache_id),
+        ("Residual", f"cannot be read: {report.residual_problem}" if report.residual_problem else None),
     ]
-    lines = [report.url, *(f"  {name:<12}{value}" for name, value in facts if value is not None), ""]
+    lines = [report.url, *(f"  {name:<12}{value}" for name, value in facts if value is not None)]
+    lines += [*superseded(report), ""]
     rows = [("part", "bytes", "bits/element")]
     rows += [(f"{part.shard} {part.name}", f"{part.bytes:,}", f"{part.bits_per_element:.3f}") for part in report.parts]
     full = report.bytes_anchor + report.bytes_residual

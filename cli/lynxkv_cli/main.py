@@ -1,78 +1,53 @@
-"""The `lynxkv` command: its commands, and the one place where errors end."""
+"""The entry point, and the one place where errors end. Imports next to nothing: an import can be interrupted, too."""
 
 from __future__ import annotations
 
-import os
+import signal
 import sys
-from collections.abc import Sequence
-from io import TextIOWrapper
-from typing import Annotated
+from collections.abc import Callable, Sequence
 
-import typer
-
-from lynxkv import __version__
-from lynxkv_cli import bench, check, encode, generate, inspect
-from lynxkv_cli._errors import FAILED, INTERRUPTED, report
-from lynxkv_cli._output import Output
-
-HELP = """Example: lynxkv encode @README.md --model smollm2 --out readme.lynx
-
-Progressive KV caches: decode from the Anchor at once, verify with the Residual when it arrives.
-
-Data goes to stdout, progress and messages to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage, 130
-interrupted. LYNXKV_DEBUG=1 shows tracebacks; NO_COLOR turns styles off.
-"""
-
-app = typer.Typer(
-    help=HELP,
-    add_completion=False,
-    no_args_is_help=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-)
-app.command(help=encode.HELP, short_help="Prefill a prompt and publish its KV cache.")(encode.encode)
-app.command(help=inspect.HELP, short_help="Say what a cache is and where its bytes go.")(inspect.inspect)
-app.command(help=check.HELP, short_help="Read all of a cache and check every byte of it.")(check.check)
-app.command(help=generate.HELP, short_help="Answer a question from a cache while it arrives.")(generate.generate)
-app.add_typer(bench.app, name="bench", short_help="Measure codecs on real caches, kernels on this machine.")
-
-
-def _version(asked: bool) -> None:
-    if asked:
-        typer.echo(__version__)
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    """Options before the command."""
+from lynxkv_cli._streams import open_streams
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; whatever is raised has been reported."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # a name that the locale cannot show must not end in a traceback
-            stream.reconfigure(errors="backslashreplace")
-    as_json = "--json" in arguments[: arguments.index("--") if "--" in arguments else None]
-    try:
-        code = app(args=list(arguments) or ["--help"], prog_name="lynxkv", standalone_mode=False)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Whoever read our output has left; Python would complain once more when it flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
-    except (Exception, KeyboardInterrupt) as error:
-        return report(error, Output.of(as_json=as_json, quiet=False))
-    if code == INTERRUPTED:  # Typer has caught the KeyboardInterrupt.
-        return report(KeyboardInterrupt(), Output.of(as_json=as_json, quiet=False))
-    return code if isinstance(code, int) else 0
+
+    def command() -> int:
+        from lynxkv_cli.app import invoke
+
+        return invoke(arguments)
+
+    return _guarded(command, arguments)
 
 
 def main() -> None:
     """The entry point of the console script."""
-    sys.exit(run(sys.argv[1:]))
+    arguments = sys.argv[1:]
+    stdout_open = open_streams()
+    try:
+        code = run(arguments) if stdout_open else _guarded(_refuse_closed_stdout, arguments)
+    except KeyboardInterrupt:  # a second one, while the first was being reported
+        code = 130
+    # From here on there is nothing to tidy: an interrupt ends the process, without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(code)
+
+
+def _guarded(command: Callable[[], int], arguments: Sequence[str]) -> int:
+    """The exit code of `command`, or of the error that it ended with, after reporting it."""
+    try:
+        code = command()
+        sys.stdout.flush()
+    except (Exception, KeyboardInterrupt) as error:
+        from lynxkv_cli._errors import report
+        from lynxkv_cli._output import Output
+
+        as_json = "--json" in arguments[: arguments.index("--") if "--" in arguments else None]
+        return report(error, Output.of(as_json=as_json, quiet=False))
+    return code
+
+
+def _refuse_closed_stdout() -> int:
+    from lynxkv_cli._streams import StdoutError
+
+    raise StdoutError(OSError(0, "it is closed"))

@@ -6,7 +6,6 @@ A baseline from elsewhere needs a `Method` and a `StoredCache` of its own, and n
 
 from __future__ import annotations
 
-import ast
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 
 import fsspec
 
+from lynxkv.choices import parse_codec
 from lynxkv.codecs import Codec, get_codec
 from lynxkv.decoder import Destination, decode_stages
 from lynxkv.encoder import EncodeReport, encode
@@ -126,27 +126,5 @@ def parse_methods(texts: Sequence[str]) -> tuple[CodecMethod, ...]:
 
 
 def _method(text: str) -> CodecMethod:
-    name, _, settings = text.partition(":")
-    params: dict[str, Any] = {}
-    for setting in settings.split(",") if settings else []:
-        key, equals, value = setting.partition("=")
-        if not key or not equals or not value or key in params:
-            raise InputError(
-                f"cannot read the codec {text!r}",
-                hint="write it like default:radix=5 or alg1:alpha=100,chunk_dtype=f32",
-            )
-        params[key] = _value(value)
-    exact = params.pop("exact", False)
-    if not isinstance(exact, bool):
-        raise InputError(f"codec {text}: exact is {exact!r}", hint="it is true or false")
-    return CodecMethod(label=text, codec=get_codec(name, **params), exact=exact)
-
-
-def _value(text: str) -> Any:
-    """A number or a truth value where `text` is one, otherwise the text."""
-    if text in ("true", "false"):
-        return text == "true"
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
+    choice = parse_codec(text)
+    return CodecMethod(label=text, codec=get_codec(choice.name, **choice.params), exact=choice.exact)

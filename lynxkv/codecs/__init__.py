@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from lynxkv.codecs.alg1 import Alg1
 from lynxkv.codecs.alg1_shift import Alg1Shift
@@ -28,10 +29,28 @@ def get_codec(codec: str | Codec, **params: Any) -> Codec:
         return codec
     if codec not in CODECS:
         raise InputError(f"there is no codec {codec!r}", hint=f"choose one of {', '.join(CODECS)}")
-    try:
-        return CODECS[codec](**params)
-    except TypeError as error:
-        raise InputError(f"codec {codec}: {error}") from error
+    kind = CODECS[codec]
+    types = get_type_hints(kind)
+    names = [field.name for field in fields(kind)]
+    for name, value in params.items():
+        if name not in names:
+            raise InputError(f"codec {codec} has no parameter {name!r}", hint=f"it has {', '.join(names)}")
+        if not _fits(value, types[name]):
+            raise InputError(f"codec {codec}: {name} cannot be {value!r}", hint=f"it is {_words(types[name])}")
+    return kind(**params)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a parameter of this type can have this value; whole numbers are numbers."""
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    return type(value) is kind or (kind is float and type(value) is int)
+
+
+def _words(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(get_args(kind))
+    return {bool: "true or false", int: "a whole number", float: "a number"}[kind]
 
 
 __all__ = ["CODECS", "Codec", "get_codec"]

@@ -193,6 +193,15 @@ class TestEncode:
         refused(lynx("encode", "--from", dump, "--dtype", "fp32", "--out", tmp_path / "x.lynx"), 1, "raw")
         assert not (tmp_path / "x.lynx").exists()
 
+    @pytest.mark.parametrize(
+        "options", [("--dtype", "fp32"), ("--codec", "default:radix=99"), ("--codec", "default:sink_tokens=9999")]
+    )
+    def test_options_that_no_cache_could_have_are_refused_before_the_model_is_loaded(
+        self, lynx: Lynx, tmp_path: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("lynxkv.checkpoints.load_model", lambda *arguments, **options: pytest.fail("loaded"))
+        refused(lynx("encode", "text", "--model", "smollm2", *options, "--out", tmp_path / "x.lynx"), 1)
+
     def test_keys_that_are_not_finite(self, lynx: Lynx, tmp_path: Path) -> None:
         kv = random_kv()
         kv.layers[1].tensors["k"][0, 3, 2] = float("nan")
@@ -215,8 +224,6 @@ class TestEncode:
         done = lynx("encode", "text", "--model", "smollm2", "--chunk-tokens", 0, "--out", tmp_path / "x.lynx")
         refused(done, 2, "--chunk-tokens")
 
-    @pytest.mark.model
-    @pytest.mark.usefixtures("one_copy_of_smollm2")
     @pytest.mark.parametrize(("prompt", "stdin"), [("", b""), ("  \n", b""), ("-", b""), ("-", b"\n\n")])
     def test_an_empty_prompt(self, lynx: Lynx, tmp_path: Path, prompt: str, stdin: bytes) -> None:
         done = lynx("encode", prompt, "--model", "smollm2", "--out", tmp_path / "x.lynx", "--quiet", stdin=stdin)
@@ -266,8 +273,8 @@ class TestGenerate:
         done = lynx("generate", published, "--model", "smollm2", "--prompt", "Why?", "--verify", "exact")
         refused(done, 1, "no exact section")
 
-    def test_no_question(self, lynx: Lynx, published: Path) -> None:
-        refused(lynx("generate", published), 2, "--prompt")
+    def test_an_empty_question(self, lynx: Lynx, published: Path) -> None:
+        refused(lynx("generate", published, "--prompt", ""), 1, "the question is empty")
 
     def test_a_cache_that_names_no_model(self, lynx: Lynx, published: Path) -> None:
         refused(lynx("generate", published, "--prompt", "Why?"), 2, "--model")

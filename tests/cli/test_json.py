@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import jsonschema
 import pytest
 
+from lynxkv.choices import CODEC_NAMES
 from lynxkv.kv import kv_to_safetensors
 from lynxkv.testing.kv import random_kv
+from lynxkv_cli._output import Output
 
 if TYPE_CHECKING:
     from tests.conftest import Finished, Lynx
@@ -44,7 +47,7 @@ def test_schemas_are_schemas(path: Path) -> None:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("codec", ["default", "alg1", "alg1-shift", "raw", "int8", "int4"])
+@pytest.mark.parametrize("codec", CODEC_NAMES)
 def test_encode_check_and_inspect(lynx: Lynx, tmp_path: Path, dump: Path, codec: str, exact: bool) -> None:
     url = str(tmp_path / "small.lynx")
     options = ["--exact"] if exact else []
@@ -56,16 +59,64 @@ def test_encode_check_and_inspect(lynx: Lynx, tmp_path: Path, dump: Path, codec:
     assert {report["cache_id"] for report in (encoded, checked, inspected)} == {encoded["cache_id"]}
     assert checked["bytes"] == sum(encoded[name] for name in ("bytes_anchor", "bytes_residual", "bytes_exact"))
     assert sum(part["bytes"] for part in inspected["parts"]) == checked["bytes"]
-    assert inspected["errors"] is None
+    assert (inspected["errors"], inspected["queries"]) == (None, None)
+    assert (inspected["codec"], inspected["codec_params"]) == (encoded["codec"], encoded["codec_params"])
+    assert (inspected["residual_problem"], inspected["orphans"]) == (None, [])
 
 
 def test_inspect_against_the_original(lynx: Lynx, tmp_path: Path, dump: Path) -> None:
     url = str(tmp_path / "small.lynx")
     lynx("encode", "--from", dump, "--out", url)
     report = valid(lynx("inspect", url, "--against", dump, "--json"), "inspect")
+    assert report["queries"] == "keys"
     rows = {(row["layer"], row["tensor"], row["precision"]): row for row in report["errors"]}
     assert len(rows) == 2 * 2 * 2
     assert all(rows[layer, name, "full"]["nmse"] < rows[layer, name, "anchor"]["nmse"] for layer, name, _ in rows)
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+def test_inspect_describes_a_cache_whose_residual_cannot_be_read(
+    lynx: Lynx, tmp_path: Path, dump: Path, damage: str
+) -> None:
+    url = tmp_path / "small.lynx"
+    lynx("encode", "--from", dump, "--out", url)
+    whole = valid(lynx("inspect", url, "--json"), "inspect")
+    (residual,) = url.glob("residual-*")
+    if damage == "missing":
+        residual.unlink()
+    else:
+        residual.write_bytes(residual.read_bytes()[:100])
+    report = valid(lynx("inspect", url, "--against", dump, "--json"), "inspect")
+    assert residual.name in report["residual_problem"]
+    assert {row["precision"] for row in report["errors"]} == {"anchor"}
+    told = ("residual_problem", "queries", "errors", "parts")
+    assert {**report, **dict.fromkeys(told)} == {**whole, **dict.fromkeys(told)}
+    assert report["parts"] == [part for part in whole["parts"] if part["shard"] == "anchor"]
+    assert f"Residual    cannot be read: {report['residual_problem']}" in lynx("inspect", url).out
+    assert lynx("check", url).code == 1
+
+
+def test_superseded_residuals_are_named(lynx: Lynx, tmp_path: Path, dump: Path) -> None:
+    url = tmp_path / "small.lynx"
+    lynx("encode", "--from", dump, "--out", url)
+    (old,) = url.glob("residual-*")
+    size = old.stat().st_size
+    kv_to_safetensors(random_kv(seed=1), dump)
+    lynx("encode", "--from", dump, "--out", url, "--force")
+    for command in ("check", "inspect"):
+        report = valid(lynx(command, url, "--json"), command)
+        assert (report["orphans"], report["orphan_bytes"]) == ([old.name], size)
+        assert f"beside it a Residual of earlier encodes, {size / 1000:.2f} kB: {old.name}" in lynx(command, url).out
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_json_survives_any_locale(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    value = {"text": "grüße \N{SNOWMAN} \udcff"}
+    stream = io.TextIOWrapper(io.BytesIO(), encoding, errors="backslashreplace")
+    monkeypatch.setattr("sys.stdout", stream)
+    Output("json").result(value)
+    stream.flush()
+    assert json.loads(stream.buffer.getvalue().decode(encoding)) == value
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,14 @@ class TestGenerate:
         text = answer(lynx(*ask, "--json"))["text"]
         done = lynx(*ask)
         assert done.out == f"{text}\n"
-        for word in ("drafted", "accepted", "first draft token", "first verified token", "Anchor", "peak memory"):
+        for word in (
+            "drafted",
+            "accepted",
+            "first draft token",
+            "first verified token",
+            "Anchor",
+            "buffers at their largest",
+        ):
             assert word in done.err
         quiet = lynx(*ask, "--quiet")
         assert (quiet.out, quiet.err) == (f"{text}\n", "")
@@ -132,6 +139,7 @@ class TestGenerate:
         full = [row for row in report["errors"] if row["precision"] == "full"]
         assert len(full) == 2 * report["layers"]
         assert max(row["nmse"] for row in full) < 1e-3
+        assert max(row["attention_nmse_both"] for row in full) < 1e-2
 
     def test_a_damaged_residual_gives_no_text(self, lynx: Lynx, cache: str, tmp_path: Path) -> None:
         copy = tmp_path / "damaged.lynx"
