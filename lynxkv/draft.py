@@ -1,4 +1,4 @@
-"""Proposing tokens on a cache that is still being refined."""
+"""Proposing tokens on a cache that is still being refined. Knows neither models nor caches: a step is a function."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lynxkv.models import DecoderModel, LiveCache
 from lynxkv.sampling import Sampling, draw
 
 # A suffix runs in pieces, so that the arrival of what is waited for can cut it short.
 SUFFIX_CHUNK_TOKENS = 64
+Step = Callable[[Sequence[int]], Tensor]
+"""Runs token ids after what the cache holds; logits f32 [1, V] of the last one's position."""
 
 
 @dataclass
@@ -33,31 +34,36 @@ class Draft:
 
 
 def propose(
-    model: DecoderModel,
-    cache: LiveCache,
+    step: Step,
     pending_ids: Sequence[int],
     draft: Draft,
     *,
+    logits: Tensor | None = None,
+    eos_token_ids: frozenset[int],
     history: Sequence[int],
     sampling: Sampling,
     generator: torch.Generator,
     max_tokens: int,
-    go_on: Callable[[], bool],
+    go_on: Callable[[int], bool],
 ) -> Iterator[int]:
-    """Run `pending_ids` on `cache`, then append tokens to `draft` until it has `max_tokens`, yielding each.
+    """Run `pending_ids`, then append tokens to `draft` until it has `max_tokens`, yielding each.
 
-    Ends early after an end-of-text token, or when `go_on`, called before every model step, says no: this is where the
-    caller refines the cache.
+    Ends early after an end-of-text token, or when `go_on` says no. It is called before every model step with the number
+    of tokens that the next proposal still waits for; this is where the caller refines the cache.
 
     Args:
         pending_ids: what the cache lacks: the suffix, or the last token of a draft that goes on.
+        logits: f32 [1, V] of the last position, where all of the suffix has been run already: nothing is pending.
         history: ids of all tokens before the draft, as `Sampling.distribution` wants them.
     """
-    while len(draft.token_ids) < max_tokens and not draft.ended(model.eos_token_ids):
+    if not pending_ids and not go_on(0):
+        return
+    while len(draft.token_ids) < max_tokens and not draft.ended(eos_token_ids):
         for start in range(0, len(pending_ids), SUFFIX_CHUNK_TOKENS):
-            if not go_on():
+            if not go_on(len(pending_ids) - start):
                 return
-            logits = model.step(cache, pending_ids[start : start + SUFFIX_CHUNK_TOKENS])
+            logits = step(pending_ids[start : start + SUFFIX_CHUNK_TOKENS])
+        assert logits is not None
         q = sampling.distribution(logits[0], [*history, *draft.token_ids] if sampling.needs_history else [])
         token = draw(q, generator)
         draft.token_ids.append(token)

@@ -9,6 +9,7 @@ from lynxkv.layout import Precision
 from lynxkv.text import Stopped
 
 PhaseName = Literal["anchor", "draft", "refine", "verify", "decode"]
+Track = Literal["fetch", "decode", "draft", "refine", "verify", "plain"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,28 @@ class Rejected:
     text: str
 
 
-Event = Phase | AnchorProgress | ResidualProgress | Drafted | Provisional | Verified | Rejected
+@dataclass(frozen=True)
+class Span:
+    """Work that has been done: seconds since the cache was opened, and its amount.
+
+    Tracks: fetch (bytes received), decode and refine (bytes of segments put into the cache), draft, verify and plain
+    (tokens a model step ran). Time that a step waited for the cache it runs on is left out.
+    """
+
+    track: Track
+    start_s: float
+    stop_s: float
+    amount: int
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something worth telling: speculation that did not pay, a draft that fared badly."""
+
+    text: str
+
+
+Event = Phase | AnchorProgress | ResidualProgress | Drafted | Provisional | Verified | Rejected | Span | Note
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +113,7 @@ class GenerateResult:
         peak_bytes: the largest sum of `peak_parts`, model weights left out.
         peak_parts: that sum by part: cache, codes (kept for refining), in_flight (fetched, not decoded), logits.
         stopped: "eos", "stop" (a stop string) or "length".
+        notes: what was worth telling, in sentences.
     """
 
     text: str
@@ -113,3 +136,4 @@ class GenerateResult:
     peak_bytes: int
     peak_parts: dict[str, int]
     stopped: Stopped
+    notes: list[str]

@@ -38,7 +38,12 @@ class Prefilled:
 
 
 class LiveCache(Protocol):
-    """The cache a model decodes on: buffers of fixed place that are written, refined and rolled back in place."""
+    """The cache a model decodes on: buffers of fixed place that are written, refined and rolled back in place.
+
+    `on_layer`, if set, is called with a layer's number before a model step reads that layer.
+    """
+
+    on_layer: Callable[[int], None] | None
 
     @property
     def tokens(self) -> int:

@@ -1,7 +1,7 @@
 """Progressive decoding, as in the README's figure:
 
 fetch    |--- Anchor ---|------- Residual -------|
-model                   |-- draft on the anchor --| verify |-- decode on the full cache --
+model          | suffix |-- draft on the anchor --| verify |-- decode on the full cache --
                           (refined in place)
 
 When the target is the original cache, this happens twice: what passed the full cache is the draft of a second stage.
@@ -16,38 +16,44 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import Literal
+from functools import partial
+from types import TracebackType
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
+from lynxkv.arriving import Arriving
 from lynxkv.choices import Verify
 from lynxkv.decoder import CacheDecoder, check_exact_destination, check_precision
-from lynxkv.draft import Draft, propose
+from lynxkv.draft import SUFFIX_CHUNK_TOKENS, Draft, propose
 from lynxkv.errors import InputError
 from lynxkv.events import (
     AnchorProgress,
     Drafted,
     Event,
     GenerateResult,
+    Note,
     Phase,
     Provisional,
     Rejected,
     ResidualProgress,
+    Span,
+    Track,
     Verified,
 )
 from lynxkv.fetch import CacheReader, SegmentPayload, SegmentStream
 from lynxkv.identity import check_identity
 from lynxkv.layout import Precision, TensorName
 from lynxkv.models import DecoderModel
+from lynxkv.pace import Pace
 from lynxkv.prompt import place
 from lynxkv.sampling import Sampling, draw
 from lynxkv.text import GrowingText, TextStream
 from lynxkv.verify import Acceptance, accept
 
-# With per-token acceptance a the accepted length saturates near a / (1 - a): more than this is rarely verified. The
-# full cache is nearly always right about the exact one; there the limit bounds the memory of the distributions.
-AUTO_DRAFT_TOKENS: dict[Precision, int] = {"full": 64, "exact": 256}
+# Bounds the memory of a draft's distributions, and of the logits and distributions of its verification.
+DRAFT_BYTES = 256 << 20
 Speculate = Literal["auto", "off"] | int
 # What the text is verified against, one after the other.
 STAGES: dict[Verify, tuple[Precision, ...]] = {"none": (), "full": ("full",), "exact": ("full", "exact")}
@@ -63,6 +69,7 @@ def generate(
     speculate: Speculate = "auto",
     verify: Verify = "full",
     stop: Sequence[str] = (),
+    pace: Pace | None = None,
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> GenerateResult:
     """Answer from a cache that is still arriving; the text is that of decoding on the full or the exact cache.
@@ -71,11 +78,12 @@ def generate(
         suffix_ids: tokens after the cached prompt. Empty: the last cached token is run again, or, with `verify`
             "exact", the first token comes from the logits that the cache stores.
         sampling: greedy by default.
-        speculate: "auto" drafts until the Residual has arrived, 64 tokens at most; a number drafts that many, in each
-            stage; "off" waits for the target cache and then decodes.
+        speculate: "auto" drafts while the Residual is in flight, as long as one more token is worth its cost; a number
+            drafts that many, in each stage; "off" waits for the target cache and then decodes.
         verify: the target. "exact" is the original cache: text that passed the full one is provisional until then.
             "none" decodes on the anchor alone: the Residual is not fetched and the text is marked so.
         stop: strings that end the verified text.
+        pace: what earlier runs with this model and codec have taught, for "auto"; this run adds to it.
         on_event: told of everything that happens, in order.
 
     Raises:
@@ -88,23 +96,23 @@ def generate(
         raise InputError("stop is one string", hint="give a list of strings")
     if verify not in STAGES:
         raise InputError(f"verify is {verify!r}", hint=f"use one of {', '.join(STAGES)}")
-    run = _Run(reader, model, suffix_ids, max_new_tokens, sampling or Sampling(), speculate, verify, stop, on_event)
-    run.take_first_from_logits()
-    if not run.text.stopped:
-        run.decode_anchor()
-        if run.stages and reader.header.residual is not None:
-            with closing(reader.start_residual(exact=verify == "exact")) as residual:
-                for precision in run.stages:
-                    if run.decoder.complete(precision):
-                        continue
-                    run.draft_while_refining(residual, precision)
-                    run.refine_rest(residual, precision)
-                    if not run.target_reached:
-                        run.verify_provisionally()
-        run.decoder.release()
-        run.verify_draft()
-        run.decode_on()
-    return run.result()
+    with _Run(
+        reader, model, suffix_ids, max_new_tokens, sampling or Sampling(), speculate, verify, stop, pace, on_event
+    ) as run:
+        run.take_first_from_logits()
+        if not run.text.stopped:
+            run.decode_anchor()
+            for precision in run.stages:
+                if run.decoder.complete(precision):
+                    continue
+                run.draft_while_refining(precision)
+                run.refine_rest(precision)
+                if not run.target_reached:
+                    run.verify_provisionally()
+            run.decoder.release()
+            run.verify_draft()
+            run.decode_on()
+        return run.result()
 
 
 class _Run:
@@ -120,8 +128,10 @@ class _Run:
         speculate: Speculate,
         verify: Verify,
         stop: Sequence[str],
+        pace: Pace | None,
         on_event: Callable[[Event], None],
     ) -> None:
+        self.started_at = time.perf_counter()
         header = reader.header
         check_identity(header.identity, model.identity)
         check_precision(header, "exact" if verify == "exact" else "full")
@@ -129,7 +139,7 @@ class _Run:
         self.verify: Verify = verify
         # Without a draft there is nothing to verify on the way to the target.
         self.stages = STAGES[verify][-1:] if speculate == "off" else STAGES[verify]
-        self.auto = speculate == "auto"
+        self.auto, self.pace = speculate == "auto", pace or Pace()
         prompt = place(
             reader,
             model,
@@ -142,7 +152,8 @@ class _Run:
         # New tokens that need no KV: one, where the logits that the cache stores give it.
         self.given_tokens = 0 if prompt.suffix_ids else 1
         self.max_draft_tokens = prompt.room_tokens - self.given_tokens
-        self.stage_tokens = {precision: _draft_tokens(speculate, precision) for precision in AUTO_DRAFT_TOKENS}
+        # Of each draft token there are the logits of its verification, and both distributions.
+        self.stage_tokens = _draft_tokens(speculate, DRAFT_BYTES // (3 * 4 * model.vocab_tokens))
         self.text = GrowingText(
             model.to_text, eos_token_ids=model.eos_token_ids, stop=stop, max_tokens=prompt.room_tokens
         )
@@ -156,12 +167,17 @@ class _Run:
         if verify == "exact":
             check_exact_destination(header, self.cache.target(0, next(iter(header.layers[0].tensors))).dtype)
         self.decoder = CacheDecoder(header, self.cache)
+        self.residual: SegmentStream | None = None
+        # What a draft starts from: the suffix, or what is left of it, and logits if nothing is.
+        self.pending_ids: Sequence[int] = self.suffix_ids
+        self.pending_logits: Tensor | None = None
         self.generator = sampling.generator(model.device)
         self.draft = Draft()
         self.draft_stream = TextStream(model.to_text)
         self.draft_text: list[str] = []
         # Tokens that each verification looked at, and those it let pass.
         self.outcomes: list[tuple[int, int]] = []
+        self.notes: list[str] = []
         self.aside: dict[tuple[int, TensorName], Tensor] = {}
         self.bytes_anchor = 0
         self.peak_parts: dict[str, int] = {}
@@ -186,58 +202,62 @@ class _Run:
         self._measure(logits=logits.nbytes)
         token = draw(self.sampling.distribution(logits, self._history([])), self.generator)
         self._stand([token])
-        self.suffix_ids = [token]
+        self.suffix_ids = self.pending_ids = [token]
         self.draft_stream = self._new_stream()
 
     def decode_anchor(self) -> None:
-        """Fetch the Anchor into the cache."""
+        """Fetch the Anchor into the cache; the suffix runs on each layer as it arrives, if a draft is to follow."""
         self.on_event(Phase("anchor"))
-        total = self.reader.bytes_anchor
-        with closing(self.reader.stream_anchor()) as anchor:
-            for payload in anchor:
-                self.decoder.anchor(payload)
-                self._measure(in_flight=anchor.bytes_in_flight + payload.raw.nbytes)
-                self.on_event(AnchorProgress(anchor.bytes_done, total))
-        self.on_event(AnchorProgress(total, total))
+        with closing(self.reader.stream_anchor()) as stream:
+            anchor = Arriving(self.reader.anchor_head.segments, stream, self._take_anchor)
+            anchor.wait_for_layer(0)
+            if self._suffix_starts_early(stream):
+                self.cache.on_layer = anchor.wait_for_layer
+                chunk = self.pending_ids[:SUFFIX_CHUNK_TOKENS]
+                self.pending_logits = self._step("draft", chunk, waited=lambda: anchor.waited_s)
+                self.pending_ids = self.pending_ids[len(chunk) :]
+                self.cache.on_layer = None
+            anchor.wait_for_all()
         assert self.decoder.complete_anchor
-        self.bytes_anchor = total
-        self.complete_s["anchor"] = self._now()
+        self.bytes_anchor = self.reader.bytes_anchor
+        self.on_event(AnchorProgress(self.bytes_anchor, self.bytes_anchor))
         self._swap_last()
 
-    def draft_while_refining(self, residual: SegmentStream, precision: Precision) -> None:
+    def draft_while_refining(self, precision: Precision) -> None:
         """Propose tokens on the cache as it is, refining it between model steps with what has arrived."""
-
-        def go_on() -> bool:
-            self._refine(residual, residual.ready())
-            return not (self.auto and self.decoder.complete(precision))
-
-        limit = min(self.max_draft_tokens, len(self.draft.token_ids) + self.stage_tokens[precision])
+        limit = min(self.max_draft_tokens, len(self.draft.token_ids) + self.stage_tokens)
         if len(self.draft.token_ids) >= limit or self.draft.ended(self.model.eos_token_ids):
             return
+        assert self.residual is not None
         self.on_event(Phase("draft"))
+        before = len(self.draft.token_ids)
         for token in propose(
-            self.model,
-            self.cache,
-            self.draft.token_ids[-1:] or self.suffix_ids,
+            partial(self._step, "draft"),
+            self.draft.token_ids[-1:] or self.pending_ids,
             self.draft,
+            logits=self.pending_logits,
+            eos_token_ids=self.model.eos_token_ids,
             history=self._history([]),
             sampling=self.sampling,
             generator=self.generator,
             max_tokens=limit,
-            go_on=go_on,
+            go_on=partial(self._draft_goes_on, precision),
         ):
             if self.first_draft_s is None and not self.outcomes:
                 self.first_draft_s = self._now()
-            self._measure(in_flight=residual.bytes_in_flight, logits=self.draft.q[-1].nbytes)
+            self._measure(in_flight=self.residual.bytes_in_flight, logits=self.draft.q[-1].nbytes)
             self.draft_text.append(self.draft_stream.push(token))
             self.on_event(Drafted(token, self.draft_text[-1]))
+        if self.auto and len(self.draft.token_ids) == before:
+            self._note(f"no draft: the {precision} cache is there before a draft would pay")
 
-    def refine_rest(self, residual: SegmentStream, precision: Precision) -> None:
+    def refine_rest(self, precision: Precision) -> None:
         """Wait until the cache has this precision."""
+        assert self.residual is not None
         if not self.decoder.complete(precision):
             self.on_event(Phase("refine"))
-        while not (self.decoder.complete(precision) or residual.done):
-            self._refine(residual, residual.wait())
+        while not (self.decoder.complete(precision) or self.residual.done):
+            self._refine(self.residual.wait())
         assert self.decoder.complete(precision)
         if self.target_reached:
             self.on_event(ResidualProgress(self._residual_total, self._residual_total))
@@ -250,6 +270,7 @@ class _Run:
         drafted = self.draft.token_ids
         outcome, p = self._pass_over_draft()
         passed = drafted[: outcome.accepted]
+        self._learn("full", len(drafted), outcome.accepted)
         if outcome.accepted < len(drafted) or not self.draft.ended(self.model.eos_token_ids):
             passed = [*passed, outcome.next_token][: self.max_draft_tokens]
         self._count(len(drafted), outcome.accepted)
@@ -264,6 +285,8 @@ class _Run:
         drafted, before = self.draft.token_ids, len(self.text.token_ids)
         outcome, _ = self._pass_over_draft()
         self._stand(drafted[: outcome.accepted])
+        if self.stages:
+            self._learn(self.stages[-1], len(drafted), outcome.accepted)
         self._count(len(drafted), len(self.text.token_ids) - before)
         if not self.text.stopped:
             self._stand([outcome.next_token])
@@ -274,7 +297,7 @@ class _Run:
         if not self.text.stopped and self.outcomes[-1][0]:
             self.on_event(Phase("decode"))
         while not self.text.stopped:
-            logits = self.model.step(self.cache, self.text.token_ids[-1:])
+            logits = self._step("plain", self.text.token_ids[-1:])
             p = self.sampling.distribution(logits[0], self._history(self.text.token_ids[self.given_tokens :]))
             self._stand([draw(p, self.generator)])
 
@@ -304,7 +327,90 @@ class _Run:
             peak_bytes=sum(self.peak_parts.values()),
             peak_parts=self.peak_parts,
             stopped=self.text.stopped,
+            notes=self.notes,
         )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cache.on_layer = None
+        if self.residual is not None:
+            self.residual.close()
+
+    def _take_anchor(self, stream: SegmentStream, payload: SegmentPayload) -> None:
+        """Decode one segment. The Residual is asked for as soon as all of the Anchor has arrived."""
+        if stream.done and self.residual is None and self.stages and self.reader.header.residual is not None:
+            self.residual = self.reader.start_residual(exact=self.verify == "exact")
+        began = self._now()
+        self.decoder.anchor(payload)
+        self._span("decode", began, payload.segment.stored_bytes)
+        self._measure(in_flight=stream.bytes_in_flight + payload.raw.nbytes)
+        self.on_event(AnchorProgress(stream.bytes_done, self.reader.bytes_anchor))
+        if self.decoder.complete_anchor:
+            self.complete_s.setdefault("anchor", self._now())
+
+    def _suffix_starts_early(self, anchor: SegmentStream) -> bool:
+        """Whether the suffix is to run while the Anchor arrives: a draft follows, and no cached position runs again.
+
+        With the first layer of the Anchor there, the link's speed is known.
+        """
+        if not (self.stages and self.stage_tokens and self.max_draft_tokens):
+            return False
+        if self.base < self.reader.header.tokens.stop or self.decoder.complete(self.stages[0]):
+            return False
+        return not self.auto or self._pays(self.stages[0], len(self.pending_ids), anchor.bytes_done)
+
+    def _draft_goes_on(self, precision: Precision, pending: int) -> bool:
+        """Refine with what has arrived, and say whether one more proposal, `pending` tokens away, is wanted."""
+        assert self.residual is not None
+        self._refine(self.residual.ready())
+        if not self.auto:
+            return True
+        done = self.reader.bytes_anchor + self.residual.bytes_done
+        return not self.decoder.complete(precision) and self._pays(precision, pending, done)
+
+    def _pays(self, precision: Precision, pending: int, done_bytes: int) -> bool:
+        """Whether one more proposal is worth its cost; `done_bytes` of the cache have arrived."""
+        total = self.reader.bytes_anchor + self.reader.bytes_residual
+        if precision == "exact":
+            total += self.reader.bytes_exact
+        left_s = max(0, total - done_bytes) / max(1, done_bytes) * (time.perf_counter() - self.started_at)
+        return self.pace.pays(precision, drafted=len(self.draft.token_ids), pending=pending, left_s=left_s)
+
+    def _step(
+        self,
+        track: Track,
+        token_ids: Sequence[int],
+        *,
+        rows: int = 1,
+        waited: Callable[[], float] = lambda: 0.0,
+    ) -> Tensor:
+        """Run `token_ids` after what the cache holds; logits f32 [rows, V]. `waited` is what the cache took of it."""
+        began, before = self._now(), waited()
+        logits = self.model.step(self.cache, token_ids, rows=rows)
+        seconds = self._now() - began - (waited() - before)
+        self.pace.stepped(len(token_ids), seconds)
+        self.on_event(Span(track, self._now() - seconds, self._now(), len(token_ids)))
+        return logits
+
+    def _learn(self, target: Precision, drafted: int, accepted: int) -> None:
+        """Keep how a draft has fared against `target`, and say so if it was badly."""
+        if self.pace.is_poor(target, drafted, accepted):
+            self._note(
+                f"only {accepted} of {drafted} draft tokens passed the {target} cache: its Anchor is coarse for this "
+                "text; `lynxkv encode --codec quality` makes a finer one"
+            )
+        self.pace.verified(target, drafted, accepted)
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        self.on_event(Note(text))
+
+    def _span(self, track: Track, began_s: float, amount: int) -> None:
+        self.on_event(Span(track, began_s, self._now(), amount))
 
     def _pass_over_draft(self) -> tuple[Acceptance, list[Tensor]]:
         """One pass over suffix and draft on the cache as it now is; what the draft left in it is overwritten.
@@ -314,7 +420,7 @@ class _Run:
         drafted = self.draft.token_ids
         self.on_event(Phase("verify" if drafted else "decode"))
         self.cache.rollback(self.base)
-        logits = self.model.step(self.cache, [*self.suffix_ids, *drafted], rows=len(drafted) + 1)
+        logits = self._step("verify", [*self.suffix_ids, *drafted], rows=len(drafted) + 1)
         self._measure(logits=logits.nbytes)
         rows: list[Tensor] = []
 
@@ -333,12 +439,17 @@ class _Run:
         if accepted < drafted:
             self.on_event(Rejected(self.draft.token_ids[accepted:], "".join(self.draft_text[accepted:])))
 
-    def _refine(self, residual: SegmentStream, payloads: Sequence[SegmentPayload]) -> None:
+    def _refine(self, payloads: Sequence[SegmentPayload]) -> None:
+        if not payloads:
+            return
+        assert self.residual is not None
         self._swap_last()
         for payload in payloads:
+            began = self._now()
             self.decoder.refine(payload)
-            self._measure(in_flight=residual.bytes_in_flight + payload.raw.nbytes)
-            self.on_event(ResidualProgress(residual.bytes_done, self._residual_total))
+            self._span("refine", began, payload.segment.stored_bytes)
+            self._measure(in_flight=self.residual.bytes_in_flight + payload.raw.nbytes)
+            self.on_event(ResidualProgress(self.residual.bytes_done, self._residual_total))
         self._swap_last()
         for precision in STAGES[self.verify]:
             if self.decoder.complete(precision):
@@ -377,7 +488,7 @@ class _Run:
 
     def _longest_draft(self) -> int:
         """Tokens a draft can reach: each stage adds its own and the correction of the one before."""
-        return min(self.max_draft_tokens, sum(self.stage_tokens[stage] + 1 for stage in self.stages))
+        return min(self.max_draft_tokens, len(self.stages) * (self.stage_tokens + 1))
 
     def _stand(self, token_ids: Sequence[int]) -> None:
         """Add tokens to the verified text, as far as it goes on."""
@@ -410,10 +521,10 @@ class _Run:
         return time.perf_counter() - self.reader.opened_at
 
 
-def _draft_tokens(speculate: object, precision: Precision) -> int:
+def _draft_tokens(speculate: object, most: int) -> int:
     """The most tokens that an option lets a stage propose."""
     if speculate == "auto":
-        return AUTO_DRAFT_TOKENS[precision]
+        return most
     if speculate == "off":
         return 0
     if not isinstance(speculate, int) or speculate < 1:

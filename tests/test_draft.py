@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -21,16 +22,16 @@ def run(
     model: Model,
     suffix: list[int],
     *,
-    go_on: Callable[[], bool] = lambda: True,
+    go_on: Callable[[int], bool] = lambda pending: True,
     max_tokens: int = 6,
     sampling: Sampling | None = None,
 ) -> Draft:
-    draft = Draft()
+    draft, cache = Draft(), model.new_cache(0, 300)
     tokens: Iterator[int] = propose(
-        model,
-        model.new_cache(0, 300),
+        partial(model.step, cache),
         suffix,
         draft,
+        eos_token_ids=model.eos_token_ids,
         history=suffix,
         sampling=sampling or Sampling(),
         generator=torch.Generator().manual_seed(0),
@@ -63,15 +64,15 @@ def test_a_draft_can_go_on_where_it_ended(model: Model) -> None:
     cache, draft = model.new_cache(0, 300), Draft()
     for pending, start, stop in (([5, 6, 7], 0, 2), (whole.token_ids[1:2], 2, 6)):
         tokens = propose(
-            model,
-            cache,
+            partial(model.step, cache),
             pending,
             draft,
+            eos_token_ids=model.eos_token_ids,
             history=[],
             sampling=Sampling(),
             generator=torch.Generator().manual_seed(0),
             max_tokens=stop,
-            go_on=lambda: True,
+            go_on=lambda pending: True,
         )
         assert list(tokens) == whole.token_ids[start:stop]
     assert draft.token_ids == whole.token_ids
@@ -79,11 +80,40 @@ def test_a_draft_can_go_on_where_it_ended(model: Model) -> None:
 
 
 def test_it_ends_when_told_to_even_inside_the_suffix(model: Model) -> None:
-    answers = iter([True, True, False])
+    asked: list[int] = []
+
+    def at_most(steps: int) -> Callable[[int], bool]:
+        def go_on(pending: int) -> bool:
+            asked.append(pending)
+            return len(asked) <= steps
+
+        asked.clear()
+        return go_on
+
     suffix = [5] * (2 * SUFFIX_CHUNK_TOKENS + 1)
-    assert run(model, suffix, go_on=lambda: next(answers)).token_ids == []
-    answers = iter([True, True, True, False])
-    assert len(run(model, [5, 6], go_on=lambda: next(answers)).token_ids) == 3
+    assert run(model, suffix, go_on=at_most(2)).token_ids == []
+    assert asked == [len(suffix), len(suffix) - SUFFIX_CHUNK_TOKENS, 1]
+    assert len(run(model, [5, 6], go_on=at_most(3)).token_ids) == 3
+    assert asked == [2, 1, 1, 1]
+
+
+def test_it_starts_from_logits_where_the_suffix_has_been_run(model: Model) -> None:
+    cache, draft = model.new_cache(0, 20), Draft()
+    logits = model.step(cache, [5, 6, 7])
+    step = partial(model.step, cache)
+    tokens = propose(
+        step,
+        [],
+        draft,
+        logits=logits,
+        eos_token_ids=model.eos_token_ids,
+        history=[],
+        sampling=Sampling(),
+        generator=torch.Generator().manual_seed(0),
+        max_tokens=6,
+        go_on=lambda pending: True,
+    )
+    assert list(tokens) == run(model, [5, 6, 7]).token_ids
 
 
 def test_it_ends_after_an_end_of_text(model: Model) -> None:

@@ -23,11 +23,13 @@ from lynxkv.events import (
     Phase,
     Rejected,
     ResidualProgress,
+    Span,
     Verified,
 )
 from lynxkv.fetch import open_cache
 from lynxkv.integrations.hf import LynxCache, Model
 from lynxkv.models import prefill
+from lynxkv.pace import Pace
 from lynxkv.runner import generate
 from lynxkv.sampling import Sampling
 from lynxkv.testing.readers import ScriptedReader
@@ -35,6 +37,15 @@ from lynxkv.testing.statistics import chi_square_z
 from lynxkv.testing.tiny_models import FAMILIES, tiny_model
 
 PROMPT_TOKENS, NEW_TOKENS = 30, 24
+
+
+class Tireless(Pace):
+    """One more draft token always pays, whatever the clock of this machine says."""
+
+    def pays(self, *args: Any, **options: Any) -> bool:
+        return True
+
+
 SAMPLED = Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.3)
 
 
@@ -129,7 +140,7 @@ def test_refining_between_draft_steps_changes_nothing_in_the_text(llama: Model, 
     endless = dataclasses.replace(llama, eos_token_ids=frozenset())
     want = plain_decoding(endless, url, [5, 6], NEW_TOKENS)
     with ScriptedReader(url, arrivals=arrivals) as reader:
-        got = generate(reader, endless, [5, 6], max_new_tokens=NEW_TOKENS)
+        got = generate(reader, endless, [5, 6], max_new_tokens=NEW_TOKENS, pace=Tireless())
     assert got.token_ids == want
     # a draft ends when the last of the six segments has arrived
     assert got.drafted == {8: 7, 3: 2, 1: 0, 5: 24}[len(arrivals)]
@@ -142,6 +153,45 @@ def test_a_residual_that_is_there_already_leaves_nothing_to_speculate(llama: Mod
         got = generate(reader, llama, [5], max_new_tokens=4, on_event=events.append)
     assert (got.drafted, got.accepted, got.first_draft_s) == (0, 0, None)
     assert not [event for event in events if isinstance(event, Drafted | Rejected)]
+
+    assert got.notes == ["no draft: the full cache is there before a draft would pay"]
+
+
+@pytest.mark.parametrize(("speculate", "early"), [(4, True), ("auto", True), ("off", False)])
+def test_the_suffix_runs_on_the_first_layers_while_the_others_arrive(
+    llama: Model, url: str, monkeypatch: pytest.MonkeyPatch, speculate: Any, early: bool
+) -> None:
+    make_cache(llama, url)
+    events: list[Event] = []
+    decoded_before_step: list[int] = []
+    step = Model.step
+
+    def spy(self: Model, *args: Any, **options: Any) -> Any:
+        decoded_before_step.append(sum(isinstance(event, Span) and event.track == "decode" for event in events))
+        return step(self, *args, **options)
+
+    monkeypatch.setattr(Model, "step", spy)
+    with ScriptedReader(url) as reader:
+        segments = len(reader.anchor_head.segments)
+        generate(reader, llama, [5, 6], max_new_tokens=4, speculate=speculate, on_event=events.append)
+    assert (decoded_before_step[0] < segments) is early
+    assert decoded_before_step[-1] == segments
+
+
+def test_a_draft_that_fares_badly_is_told_and_learnt_from(llama: Model, url: str) -> None:
+    make_cache(llama, url, codec=Uniform(key_step=20.0, value_step=20.0, radix=255))
+    pace, notes, drafted = Tireless(), list[str](), 0
+    for first in range(3, 40):
+        with ScriptedReader(url) as reader:
+            got = generate(reader, llama, [first], max_new_tokens=NEW_TOKENS, speculate=20, pace=pace)
+        notes, drafted = notes + got.notes, drafted + got.drafted
+    assert notes[0] == (
+        "only 0 of 20 draft tokens passed the full cache: its Anchor is coarse for this text; "
+        "`lynxkv encode --codec quality` makes a finer one"
+    )
+    # once it is known, it is no news
+    assert len(notes) < drafted / 20 / 2
+    assert pace.acceptance("full") < Pace().acceptance("full")
 
 
 @pytest.mark.parametrize("codec", ["raw", "int8"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -159,6 +159,17 @@ class LynxCache(Cache):
     """
 
     layers: list[LynxLayer]  # type: ignore[assignment]
+    on_layer: Callable[[int], None] | None = None
+    """Called with its number before the model reads a layer: whoever fills the cache can wait there until it may."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """transformers' way in: append to a layer and return what the queries can see."""
+        if self.on_layer is not None:
+            self.on_layer(layer_idx)
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return keys, values
 
     @classmethod
     def allocate(

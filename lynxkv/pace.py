@@ -1,0 +1,72 @@
+"""When drafting pays: estimates of a run's speeds, and what one more draft token costs and gains.
+
+While the Residual is in flight the model is idle, so a draft token costs only what it adds to the verification pass,
+and what its step overruns the Residual's arrival by. It gains a step of plain decoding, if it and all before it pass.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from lynxkv.layout import Precision
+
+# Pseudo-counts of passed and failed tokens, from drafts of `default` on real documents: see docs/codec-notes.md. What
+# passed the full cache nearly always passes the exact one.
+PRIOR: dict[Precision, tuple[float, float]] = {"full": (24.0, 1.0), "exact": (199.0, 1.0)}
+# Share of the newest step in the running mean of step times.
+NEWEST = 0.3
+# A verification as bad as this, or worse, is this unlikely if the estimate is right.
+SURPRISE = 0.05
+
+
+@dataclass
+class Pace:
+    """What is known of a model's speed and of how its drafts fare. Keep one per model and codec to learn over runs.
+
+    Attributes:
+        token_s: seconds of a model step on one token; None before the first.
+        row_s: seconds that one more token adds to a step.
+    """
+
+    token_s: float | None = None
+    row_s: float = 0.0
+    _passed: dict[Precision, float] = field(default_factory=lambda: defaultdict(float))
+    _failed: dict[Precision, float] = field(default_factory=lambda: defaultdict(float))
+    _long_step: tuple[int, float] | None = None
+
+    def stepped(self, tokens: int, seconds: float) -> None:
+        """A model step on this many tokens has taken so long."""
+        if tokens == 1:
+            self.token_s = seconds if self.token_s is None else (1 - NEWEST) * self.token_s + NEWEST * seconds
+        else:
+            self._long_step = tokens, seconds
+        if self.token_s is not None and self._long_step is not None:
+            tokens, seconds = self._long_step
+            self.row_s = min(max(0.0, seconds - self.token_s) / (tokens - 1), self.token_s)
+
+    def verified(self, target: Precision, drafted: int, accepted: int) -> None:
+        """A cache of this precision has accepted so many tokens of a draft."""
+        self._passed[target] += accepted
+        self._failed[target] += accepted < drafted
+
+    def acceptance(self, target: Precision) -> float:
+        """The probability that a token passes, if those before it do."""
+        passed, failed = PRIOR[target]
+        passed, failed = passed + self._passed[target], failed + self._failed[target]
+        return passed / (passed + failed)
+
+    def pays(self, target: Precision, *, drafted: int, pending: int, left_s: float) -> bool:
+        """Whether to propose one more token after `drafted` ones, while the target cache is `left_s` seconds away.
+
+        `pending` tokens have to be run for it, perhaps none. Without any measurement the answer is yes: a step tells.
+        """
+        if self.token_s is None:
+            return True
+        step_s = self.token_s + (pending - 1) * self.row_s if pending else 0.0
+        gain_s = self.acceptance(target) ** (drafted + 1) * self.token_s
+        return gain_s > self.row_s + max(0.0, step_s - left_s)
+
+    def is_poor(self, target: Precision, drafted: int, accepted: int) -> bool:
+        """Whether a verification came out worse than the estimate before it makes likely."""
+        return accepted < drafted and 1 - self.acceptance(target) ** (accepted + 1) < SURPRISE

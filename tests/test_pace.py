@@ -1,0 +1,72 @@
+"""The draft window: what one more token costs and gains, from speeds that a test states."""
+
+from __future__ import annotations
+
+import pytest
+
+from lynxkv.pace import Pace
+
+
+def pace(*, token_s: float = 0.03, row_s: float = 0.001) -> Pace:
+    return Pace(token_s=token_s, row_s=row_s)
+
+
+def window(pace: Pace, left_s: float = 1e9) -> int:
+    """Tokens that a draft has when it stops paying, the target being so far away at every step."""
+    drafted = 0
+    while pace.pays("full", drafted=drafted, pending=1, left_s=left_s):
+        drafted += 1
+    return drafted
+
+
+def test_speeds_come_from_steps_of_any_order() -> None:
+    pace = Pace()
+    pace.stepped(11, 0.05)
+    assert (pace.token_s, pace.row_s) == (None, 0.0)
+    pace.stepped(1, 0.03)
+    assert pace.token_s == 0.03
+    assert pace.row_s == pytest.approx(0.002)
+    pace.stepped(1, 0.04)
+    assert pace.token_s == pytest.approx(0.033)
+
+
+def test_without_a_measurement_a_step_tells() -> None:
+    assert Pace().pays("full", drafted=0, pending=500, left_s=0.0)
+
+
+def test_a_draft_ends_where_a_row_costs_more_than_the_token_gains() -> None:
+    # 0.96^n * 30 ms > 1 ms up to n = 83
+    assert window(pace()) == 83
+    assert window(pace(row_s=0.01)) == 26
+    assert window(pace(row_s=0.03)) == 0
+
+
+def test_a_step_may_not_overrun_the_targets_arrival_by_more_than_it_gains() -> None:
+    assert pace().pays("full", drafted=0, pending=1, left_s=0.003)
+    assert not pace().pays("full", drafted=0, pending=1, left_s=0.001)
+    # a suffix of 100 tokens takes 129 ms: waiting is better if the target is due in 90
+    assert pace().pays("full", drafted=0, pending=100, left_s=0.11)
+    assert not pace().pays("full", drafted=0, pending=100, left_s=0.09)
+    # with the suffix run already the first token costs a row only
+    assert pace().pays("full", drafted=0, pending=0, left_s=0.0)
+
+
+def test_verifications_move_the_window() -> None:
+    good, bad = pace(), pace()
+    for _ in range(10):
+        good.verified("full", 30, 30)
+        bad.verified("full", 30, 1)
+    assert good.acceptance("full") > 0.99 > 0.8 > bad.acceptance("full")
+    assert window(good) > window(pace()) > window(bad)
+    assert bad.acceptance("exact") == pace().acceptance("exact")
+
+
+def test_a_poor_draft_is_one_that_the_estimate_makes_unlikely() -> None:
+    assert pace().is_poor("full", 10, 0)
+    assert not pace().is_poor("full", 10, 3)
+    assert not pace().is_poor("full", 0, 0)
+    assert pace().is_poor("exact", 50, 5)
+    used_to_it = pace()
+    for _ in range(30):
+        used_to_it.verified("full", 10, 0)
+    assert not used_to_it.is_poor("full", 10, 0)
