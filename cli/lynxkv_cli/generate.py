@@ -116,6 +116,8 @@ def generate(
         finally:
             view.finish()
     output.result({"url": url, "model_id": loaded.identity.model_id, **asdict(result)})
+    for note in result.notes:
+        output.note(note)
     output.note(summary(result))
 
 

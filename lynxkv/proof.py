@@ -1,0 +1,112 @@
+"""Proving a text: the same tokens, one by one, from plain decoding on the same cache.
+
+Nothing of the run is used again: the cache is fetched and decoded anew, in one go, and no draft is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lynxkv.decoder import decode_into
+from lynxkv.events import GenerateResult
+from lynxkv.fetch import CacheReader
+from lynxkv.identity import check_identity
+from lynxkv.models import DecoderModel
+from lynxkv.prompt import place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """How a greedy text compares with plain decoding from the same cache.
+
+    Attributes:
+        equal: all tokens are the same.
+        tokens: how many were compared, the first that differs included.
+        differs_at: the index of that one; None if none does.
+        gap_there: how far plain decoding ranks the run's token below its own there, in logits.
+        smallest_gap: the least difference of the two highest logits at all positions compared.
+        rounding: the largest difference of a logit between one pass over all tokens and passes over one token each:
+            the model's own kernels round differently, and a gap of this size can turn.
+    """
+
+    equal: bool
+    tokens: int
+    differs_at: int | None
+    gap_there: float | None
+    smallest_gap: float
+    rounding: float
+
+    @property
+    def explained(self) -> bool:
+        """Whether the texts are equal, or first differ where the two logits are within twice the rounding."""
+        return self.gap_there is None or self.gap_there <= 2 * self.rounding
+
+
+def prove(
+    reader: CacheReader,
+    model: DecoderModel,
+    suffix_ids: Sequence[int],
+    result: GenerateResult,
+    *,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Proof:
+    """Decode again without speculation, and compare.
+
+    Args:
+        suffix_ids: as given to the run.
+        result: what the run returned; its text must have been chosen greedily, without penalties.
+        progress: called with (tokens done, tokens in all).
+
+    Raises:
+        IdentityError: the cache belongs to another model.
+        FetchError, FormatError: the cache cannot be fetched or is damaged.
+    """
+    check_identity(reader.header.identity, model.identity)
+    tokens = result.token_ids
+    prompt = place(
+        reader,
+        model,
+        suffix_ids,
+        max_new_tokens=len(tokens),
+        needs_history=False,
+        use_logits=result.precision == "exact",
+    )
+    new_tokens = len(prompt.suffix_ids) + len(tokens)
+    cache = model.new_cache(
+        reader.header.tokens.stop, new_tokens, layers=reader.header.layers, rollback_tokens=2 * new_tokens
+    )
+    decode_into(reader, cache, result.precision)
+    cache.rollback(prompt.base)
+    # Up to the first difference both are one text, so the run's tokens can be fed.
+    rows = [] if prompt.suffix_ids else [_stored_logits(reader, model)]
+    given = len(rows)
+    pending = prompt.suffix_ids or tokens[:1]
+    while len(rows) < len(tokens) and (not rows or int(rows[-1].argmax()) == tokens[len(rows) - 1]):
+        rows.append(model.step(cache, pending)[0])
+        pending = [tokens[len(rows) - 1]]
+        progress(len(rows), len(tokens))
+    count, last, chosen = len(rows), rows[-1], tokens[len(rows) - 1]
+    cache.rollback(prompt.base)
+    together = (
+        model.step(cache, [*prompt.suffix_ids, *tokens[: count - 1]], rows=count - given) if count > given else []
+    )
+    gap = float(last.max() - last[chosen])
+    differs = int(last.argmax()) != chosen
+    return Proof(
+        equal=not differs,
+        tokens=count,
+        differs_at=count - 1 if differs else None,
+        gap_there=gap if differs else None,
+        smallest_gap=min(float(row.topk(2).values.diff().abs()) for row in rows),
+        rounding=max((float((a - b).abs().max()) for a, b in zip(rows[given:], together, strict=True)), default=0.0),
+    )
+
+
+def _stored_logits(reader: CacheReader, model: DecoderModel) -> Tensor:
+    stored = reader.logits()
+    assert stored is not None
+    return torch.from_numpy(stored.copy()).to(model.device)
