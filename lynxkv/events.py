@@ -71,8 +71,9 @@ class Rejected:
 class Span:
     """Work that has been done: seconds since the cache was opened, and its amount.
 
-    Tracks: fetch (bytes received), decode and refine (bytes of segments put into the cache), draft, verify and plain
-    (tokens a model step ran). Time that a step waited for the cache it runs on is left out.
+    Tracks: fetch (bytes of the Anchor, then of the Residual, until the last is in the cache), decode and refine (bytes
+    of segments put into the cache), draft, verify and plain (tokens a model step ran). Time that a step waited for the
+    cache it runs on is left out.
     """
 
     track: Track

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -61,8 +62,9 @@ def compare(
         header = reader.header
         layers = _held_by(header, original, reader.url)
         decoded = KVDestination(header)
-        best: Precision = "exact" if header.has_exact else "full"
-        for reached in decode_stages(reader, decoded, precision or best):
+        best: Precision = precision or ("exact" if header.has_exact else "full")
+        stages: tuple[Precision, ...] = get_args(Precision)
+        for reached in decode_stages(reader, decoded, stages[: stages.index(best) + 1]):
             for number, layer in enumerate(layers):
                 rounded = {
                     name: to_original(x.to("cpu"), header.dtype, where=f"layer {number} {name}")

@@ -5,7 +5,7 @@ Nothing of the run is used again: the cache is fetched and decoded anew, in one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,9 +91,8 @@ def prove(
         progress(len(rows), len(tokens))
     count, last, chosen = len(rows), rows[-1], tokens[len(rows) - 1]
     cache.rollback(prompt.base)
-    together = (
-        model.step(cache, [*prompt.suffix_ids, *tokens[: count - 1]], rows=count - given) if count > given else []
-    )
+    ids = [*prompt.suffix_ids, *tokens[: count - 1]]
+    together: Iterable[Tensor] = model.step(cache, ids, rows=count - given) if count > given else ()
     gap = float(last.max() - last[chosen])
     differs = int(last.argmax()) != chosen
     return Proof(

@@ -168,6 +168,7 @@ class _Run:
             check_exact_destination(header, self.cache.target(0, next(iter(header.layers[0].tensors))).dtype)
         self.decoder = CacheDecoder(header, self.cache)
         self.residual: SegmentStream | None = None
+        self.residual_started_s = 0.0
         # What a draft starts from: the suffix, or what is left of it, and logits if nothing is.
         self.pending_ids: Sequence[int] = self.suffix_ids
         self.pending_logits: Tensor | None = None
@@ -261,6 +262,7 @@ class _Run:
         assert self.decoder.complete(precision)
         if self.target_reached:
             self.on_event(ResidualProgress(self._residual_total, self._residual_total))
+            self._span("fetch", self.residual_started_s, self._residual_total)
 
     def verify_provisionally(self) -> None:
         """What passes the cache as it now is, correction included, becomes the draft that the target verifies.
@@ -344,13 +346,15 @@ class _Run:
         """Decode one segment. The Residual is asked for as soon as all of the Anchor has arrived."""
         if stream.done and self.residual is None and self.stages and self.reader.header.residual is not None:
             self.residual = self.reader.start_residual(exact=self.verify == "exact")
+            self.residual_started_s = self._now()
         began = self._now()
         self.decoder.anchor(payload)
         self._span("decode", began, payload.segment.stored_bytes)
         self._measure(in_flight=stream.bytes_in_flight + payload.raw.nbytes)
         self.on_event(AnchorProgress(stream.bytes_done, self.reader.bytes_anchor))
-        if self.decoder.complete_anchor:
-            self.complete_s.setdefault("anchor", self._now())
+        if self.decoder.complete_anchor and "anchor" not in self.complete_s:
+            self.complete_s["anchor"] = self._now()
+            self._span("fetch", 0.0, self.reader.bytes_anchor)
 
     def _suffix_starts_early(self, anchor: SegmentStream) -> bool:
         """Whether the suffix is to run while the Anchor arrives: a draft follows, and no cached position runs again.

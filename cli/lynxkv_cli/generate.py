@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lynxkv.choices import Verify
+from lynxkv.errors import InputError
 from lynxkv_cli._errors import UsageProblem
 from lynxkv_cli._options import Json, Model, Quiet, Url, parse_link, parse_speculate, read_text
 from lynxkv_cli._output import Output, can_style, seconds, size
 
 if TYPE_CHECKING:
-    from lynxkv.events import GenerateResult
+    from lynxkv.events import Event, GenerateResult
     from lynxkv.integrations import hf
     from lynxkv.layout import Identity
+    from lynxkv.proof import Proof
 
 UNVERIFIED = "unverified: this text is decoded on the Anchor alone and may differ from that of the full cache"
 
@@ -69,6 +73,15 @@ def generate(
         str | None,
         typer.Option(metavar="RATE[/RTT]", help="Read over a simulated link, such as 200mbit/20ms."),
     ] = None,
+    prove: Annotated[
+        bool, typer.Option("--prove", help="Decode again without speculation, and compare; for greedy texts.")
+    ] = False,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Write a Chrome trace of the run, for Perfetto.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Draw the run's time line (needs lynxkv[bench]).")
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -76,6 +89,12 @@ def generate(
     output = Output.of(as_json=as_json, quiet=quiet)
     simulated = parse_link(link)
     drafts = parse_speculate(speculate)
+    if prove and (temperature or repetition_penalty != 1):
+        raise UsageProblem("--prove compares greedy texts", hint="leave --temperature and --repetition-penalty out")
+    if plot is not None:
+        from lynxkv.bench.plots import check_available
+
+        check_available()
     question = None if prompt is None else read_text(prompt, name="question", note=output.note)
     import lynxkv
 
@@ -98,7 +117,14 @@ def generate(
     suffix_ids = _suffix_ids(loaded, question, identity.turn)
     if unverified:
         output.note(UNVERIFIED)
-    view = view_for(output.mode, styled=can_style(sys.stdout))
+    from lynxkv.trace import Trace
+
+    view, timeline = view_for(output.mode, styled=can_style(sys.stdout)), Trace()
+
+    def on_event(event: Event) -> None:
+        view.on_event(event)
+        timeline.on_event(event)
+
     # The clock of the result starts here: with the model in memory, before the first byte of the cache.
     with lynxkv.open(url, link=simulated) as reader:
         try:
@@ -111,14 +137,53 @@ def generate(
                 speculate=drafts,
                 verify=verify,
                 stop=stop or (),
-                on_event=view.on_event,
+                on_event=on_event,
             )
         finally:
             view.finish()
-    output.result({"url": url, "model_id": loaded.identity.model_id, **asdict(result)})
+    if trace is not None:
+        timeline.write(trace, result)
+    if plot is not None:
+        timeline.plot(plot, result)
+    proof = _prove(url, loaded, suffix_ids, result, output) if prove else None
+    output.result(
+        {
+            "url": url,
+            "model_id": loaded.identity.model_id,
+            **asdict(result),
+            "proof": {**asdict(proof), "explained": proof.explained} if proof else None,
+        }
+    )
     for note in result.notes:
         output.note(note)
     output.note(summary(result))
+    if proof is not None:
+        output.note(verdict(proof, result))
+        if not proof.explained:
+            raise InputError(
+                "the text is not that of plain decoding, and rounding does not explain it",
+                hint="please report this with the output of the same command and --json",
+            )
+
+
+def _prove(url: str, model: hf.Model, suffix_ids: list[int], result: GenerateResult, output: Output) -> Proof:
+    import lynxkv
+    from lynxkv.proof import prove
+
+    with lynxkv.open(url) as reader, output.progress() as progress:
+        return prove(reader, model, suffix_ids, result, progress=partial(progress, "prove"))
+
+
+def verdict(proof: Proof, result: GenerateResult) -> str:
+    """What a proof found, for people."""
+    plain = f"plain decoding from the {result.precision} cache"
+    figures = f"least gap of two logits {proof.smallest_gap:.2g}, rounding between passes {proof.rounding:.1g}"
+    if proof.equal:
+        return f"proved: all {proof.tokens} tokens are those of {plain}; {figures}"
+    return (
+        f"token {proof.differs_at} differs from that of {plain}, which ranks it {proof.gap_there:.2g} below its own; "
+        f"{figures}"
+    )
 
 
 def _suffix_ids(model: hf.Model, question: str | None, turn: str | None) -> list[int]:
