@@ -17,7 +17,8 @@ from lynxkv.exact import unpack_exact
 from lynxkv.fetch import CacheReader, SegmentPayload, open_cache
 from lynxkv.format.content import check_content
 from lynxkv.format.index import Segment
-from lynxkv.kernels import EntropyTables, FixedTables, Tables, dequantize
+from lynxkv.kernels import EntropyTables, FixedTables, Out, Tables, dequantize
+from lynxkv.kernels.paged import read, span, write
 from lynxkv.kernels.rounding import TORCH_DTYPES
 from lynxkv.kv import KV, KVLayer
 from lynxkv.layout import CacheHeader, EntropyCoding, FixedCoding, Precision, SegmentPlan, TensorName, TensorRef
@@ -29,10 +30,10 @@ F32 = npt.NDArray[np.float32]
 
 
 class Destination(Protocol):
-    """Where decoded tensors go: a live cache, or plain tensors."""
+    """Where decoded tensors go: a live cache, an engine's pages, or plain tensors."""
 
-    def target(self, layer: int, tensor: TensorName) -> Tensor:
-        """A view [H, stop - start, D], any float dtype, for the positions [start, stop) that the layer holds."""
+    def target(self, layer: int, tensor: TensorName) -> Out:
+        """A view [H, stop - start, D], any float dtype, or pages, for the positions [start, stop) the layer holds."""
         ...
 
 
@@ -159,7 +160,7 @@ class CacheDecoder:
             assert ref is not None
             sink = torch.from_numpy(raw.copy()).view(TORCH_DTYPES[self.header.dtype])
             sink = sink.view(ref.sinks, ref.spec.heads, ref.spec.head_dim)
-            self._destination.target(ref.layer, ref.name)[:, : ref.sinks].copy_(sink.transpose(0, 1))
+            write(span(self._destination.target(ref.layer, ref.name), 0, ref.sinks), sink.transpose(0, 1))
         elif part == "mean":
             assert ref is not None
             self._shared.means[ref.ordinal] = (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
@@ -190,7 +191,7 @@ class CacheDecoder:
     def _dequantize(self, segment: Segment, anchor: U8, residual: U8 | None) -> None:
         ref, tokens = segment.coded
         start = ref.sinks + tokens.first_token
-        out = self._destination.target(ref.layer, ref.name)[:, start : start + tokens.tokens]
+        out = span(self._destination.target(ref.layer, ref.name), start, start + tokens.tokens)
         try:
             dequantize(anchor, residual, ref.coding, self._tables_of(ref), ref.spec, self.header.dtype, out)
         except ContentError as error:
@@ -200,7 +201,7 @@ class CacheDecoder:
         """Full values, as the destination holds them, to the original."""
         ref, tokens = payload.segment.coded
         start = ref.sinks + tokens.first_token
-        out = self._destination.target(ref.layer, ref.name)[:, start : start + tokens.tokens]
+        out = span(self._destination.target(ref.layer, ref.name), start, start + tokens.tokens)
         dtype = TORCH_DTYPES[self.header.dtype]
         if out.dtype not in (dtype, torch.float32):
             raise InputError(
@@ -208,12 +209,12 @@ class CacheDecoder:
                 hint="load the model in float32 or in the cache's own dtype",
             )
         # The destination holds values of the declared dtype, however wide it is itself: this cast is exact.
-        full = out.to("cpu", dtype).contiguous().view(torch.int16).numpy().view(np.uint16).reshape(-1)
+        full = read(out).to("cpu", dtype).contiguous().view(torch.int16).numpy().view(np.uint16).reshape(-1)
         try:
             patterns = unpack_exact(payload.raw, full, self.header.dtype)
         except ValueError as error:
             raise ContentError(f"{payload.segment.plan.name} at token {start}: {error}") from error
-        out.copy_(torch.from_numpy(patterns.view(np.int16)).view(dtype).view(out.shape))
+        write(out, torch.from_numpy(patterns.view(np.int16)).view(dtype).view(out.shape))
 
     def _tables_of(self, ref: TensorRef) -> Tables:
         if ref.ordinal not in self._tables:

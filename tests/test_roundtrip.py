@@ -17,6 +17,7 @@ from lynxkv.codecs import CODECS, get_codec
 from lynxkv.decoder import CacheDecoder, KVDestination, decode_into, decode_stages
 from lynxkv.encoder import encode_shards
 from lynxkv.exact import pack_exact, unpack_exact
+from lynxkv.kernels import Paged
 from lynxkv.kernels.rounding import TORCH_DTYPES, round_to
 from lynxkv.kv import KV, KVLayer, kv_from_safetensors, kv_to_safetensors
 from lynxkv.layout import Dtype, Identity, Precision, TensorName
@@ -171,6 +172,29 @@ def test_a_float32_destination_gets_the_same_values(tmp_path: Path) -> None:
     narrow = lynxkv.load(url, precision="anchor")
     for layer, source in zip(wide, narrow.layers, strict=True):
         assert all(torch.equal(layer[name], source.tensors[name].float()) for name in layer)
+
+
+@pytest.mark.parametrize("codec", ["default", "alg1", "int8", "raw"])
+def test_a_cache_of_pages_is_decoded_in_place(codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sinks, segments that begin and end within a page, and exact corrections, through a block table."""
+    monkeypatch.setattr("lynxkv.codecs.base.SEGMENT_ELEMENTS", 32 * 256)
+    kv = random_kv(tokens=300, outlier=300.0)
+    url = str(tmp_path / "a.lynx")
+    lynxkv.encode(kv, url, codec=codec, exact=codec != "raw")
+    heads, tokens, dim = kv.layers[0].tensors["k"].shape
+    pages = torch.zeros(len(kv.layers), 2, 30, 16, heads, dim, dtype=torch.bfloat16)
+    table = np.random.default_rng(0).permutation(30)[: -(-tokens // 16)].astype(np.int64)
+
+    class Engine:
+        def target(self, layer: int, tensor: TensorName) -> Paged:
+            return Paged(pages=pages[layer, "kv".index(tensor)].transpose(1, 2), table=table, tokens=tokens)
+
+    wanted: tuple[Precision, ...] = ("full",) if codec == "raw" else ("anchor", "full", "exact")
+    with lynxkv.open(url) as reader:
+        for stage in decode_stages(reader, Engine(), wanted):
+            for number, layer in enumerate(lynxkv.load(url, precision=stage).layers):
+                for name, tensor in layer.tensors.items():
+                    assert torch.equal(Engine().target(number, name).read(), tensor)
 
 
 @pytest.mark.parametrize("codec", ["default", "alg1", "alg1-shift", "int8", "int4", "raw"])

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lynxkv.errors import InputError
+from lynxkv.kernels.paged import Out, Paged
 from lynxkv.kernels.tables import ChannelStatistics, EntropyTables, FixedTables, Tables
 from lynxkv.layout import Coding, TensorSpec
 
@@ -35,7 +36,7 @@ class Backend(Protocol):
     def quantize(self, x: Tensor, coding: Coding, tables: Tables) -> tuple[U8, U8 | None]: ...
 
     def dequantize(
-        self, anchor: U8, residual: U8 | None, coding: Coding, tables: Tables, spec: TensorSpec, dtype: str, out: Tensor
+        self, anchor: U8, residual: U8 | None, coding: Coding, tables: Tables, spec: TensorSpec, dtype: str, out: Out
     ) -> None: ...
 
     def channel_statistics(self, x: Tensor) -> ChannelStatistics: ...
@@ -53,10 +54,11 @@ def quantize(x: Tensor, coding: Coding, tables: Tables) -> tuple[U8, U8 | None]:
 
 
 def dequantize(
-    anchor: U8, residual: U8 | None, coding: Coding, tables: Tables, spec: TensorSpec, dtype: str, out: Tensor
+    anchor: U8, residual: U8 | None, coding: Coding, tables: Tables, spec: TensorSpec, dtype: str, out: Out
 ) -> None:
-    """Decode a segment in place into `out` [H, T, D], any float dtype and strides: at anchor precision without
-    `residual`, in full with it. Refining is the latter, from the anchor bytes kept since the former.
+    """Decode a segment in place into `out`, a tensor [H, T, D] of any float dtype and strides, or pages of an engine:
+    at anchor precision without `residual`, in full with it. Refining is the latter, from the anchor bytes kept since
+    the former.
 
     Values are rounded to the declared `dtype` first, whatever that of `out` is.
 
@@ -128,6 +130,8 @@ __all__ = [
     "ChannelStatistics",
     "EntropyTables",
     "FixedTables",
+    "Out",
+    "Paged",
     "Tables",
     "backend",
     "channel_statistics",

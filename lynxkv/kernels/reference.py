@@ -1,8 +1,8 @@
 """The definition of every coding in plain torch: obvious first, fast second (SPEC 8).
 
 `quantize` takes x [H, T, D] and returns the raw bytes of an anchor and a residual segment; `dequantize` takes
-those bytes and writes a destination [H, T, D] of any float dtype. Full precision is `dequantize` with both, so that
-refining is decoding again, in place, from resident anchor bytes.
+those bytes and writes a destination of any float dtype, [H, T, D] or paged. Full precision is `dequantize` with both,
+so that refining is decoding again, in place, from resident anchor bytes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lynxkv.errors import ContentError
+from lynxkv.kernels.paged import Out, write
 from lynxkv.kernels.rounding import TORCH_DTYPES, round_to
 from lynxkv.kernels.tables import ChannelStatistics, EntropyTables, FixedTables, Tables
 from lynxkv.layout import Coding, EntropyCoding, FixedCoding, RawCoding, TensorSpec
@@ -37,7 +38,7 @@ def quantize(x: Tensor, coding: Coding, tables: Tables) -> tuple[U8, U8 | None]:
 
 
 def dequantize(
-    anchor: U8, residual: U8 | None, coding: Coding, tables: Tables, spec: TensorSpec, dtype: str, out: Tensor
+    anchor: U8, residual: U8 | None, coding: Coding, tables: Tables, spec: TensorSpec, dtype: str, out: Out
 ) -> None:
     """Decode a segment into `out` [H, T, D], at anchor precision if `residual` is None.
 
@@ -49,7 +50,7 @@ def dequantize(
         values = torch.from_numpy(anchor.copy()).view(TORCH_DTYPES[dtype]).view(tokens, spec.heads, spec.head_dim)
         if not torch.isfinite(values).all():
             raise ContentError("raw values are not finite")
-        out.copy_(values.transpose(0, 1))
+        write(out, values.transpose(0, 1))
         return
     if isinstance(coding, FixedCoding) and isinstance(tables, FixedTables):
         values = dequantize_fixed(anchor, residual, coding, tables, spec, tokens)
@@ -57,7 +58,7 @@ def dequantize(
         values = dequantize_entropy(anchor, residual, coding, tables, spec, tokens)
     else:
         raise TypeError(f"{type(tables).__name__} does not go with {type(coding).__name__}")
-    out.copy_(round_to(values, dtype))
+    write(out, round_to(values, dtype))
 
 
 def channel_statistics(x: Tensor) -> ChannelStatistics:

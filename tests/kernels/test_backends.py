@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lynxkv import ContentError, InputError
 from lynxkv.codecs import Codec, get_codec
-from lynxkv.kernels import backend, cpu, dequantize, reference
+from lynxkv.kernels import Backend, Paged, backend, cpu, dequantize, reference
 from lynxkv.kernels.rounding import TORCH_DTYPES
 from lynxkv.layout import TensorSpec
 from lynxkv.quantization import quantize as quantize_tensor
@@ -90,6 +90,67 @@ def test_channel_statistics_agree(kind: str, dtype: str) -> None:
         assert (found.mean != want.mean).mean() < 0.02
         np.testing.assert_allclose(found.variance, want.variance, rtol=1e-4, atol=1e-300)
         assert found.peak == pytest.approx(want.peak, rel=2**-7)
+
+
+def paged(
+    shape: tuple[int, int, int], dtype: torch.dtype, *, slots: int, first: int, layout: str, device: str = "cpu"
+) -> tuple[Tensor, Paged]:
+    """A cache of pages in an engine's layout, filled with NaN, and some tokens of a sequence in it."""
+    heads, tokens, dim = shape
+    count = -(-(first + tokens) // slots)
+    table = np.random.default_rng(slots).permutation(count + 3)[:count].astype(np.int64)
+    sizes = {"slots first": (count + 3, slots, heads, dim), "heads first": (count + 3, heads, slots, dim)}
+    # Keys and values side by side, as engines keep them: pages are apart from each other.
+    whole = torch.full((count + 3, 2, *sizes[layout][1:]), float("nan"), dtype=dtype, device=device)
+    pages = whole[:, 1] if layout == "heads first" else whole[:, 1].transpose(1, 2)
+    return whole, Paged(pages=pages, table=table, tokens=tokens, first=first)
+
+
+@pytest.mark.parametrize("codec", SETTINGS, ids=IDS)
+@pytest.mark.parametrize("module", [reference, cpu])
+def test_pages_get_the_same_bits(module: Backend, codec: Codec) -> None:
+    """Through a block table, with pages that segments start and end within; nothing else is written."""
+    for shape, dtype, destination, slots, layout in (
+        ((2, 300, 64), "bf16", torch.bfloat16, 16, "slots first"),
+        ((3, 37, 5), "fp16", torch.float32, 7, "heads first"),
+        ((1, 70, 80), "fp32", torch.float32, 32, "heads first"),
+        ((2, 1, 12), "bf16", torch.float16, 16, "slots first"),
+    ):
+        x = tensor(shape, "outliers", TORCH_DTYPES[dtype])
+        coding, tables = codec.coding("k", shape[0] * shape[2]), codec.tables(x.float(), "k")
+        spec = TensorSpec(heads=shape[0], head_dim=shape[2], coding=0)
+        anchor, residual = reference.quantize(x.float(), coding, tables)
+        for digits in (None, residual) if residual is not None else (None,):
+            whole, out = paged(shape, destination, slots=slots, first=5, layout=layout)
+            want = torch.empty(shape, dtype=destination)
+            reference.dequantize(anchor, digits, coding, tables, spec, dtype, want)
+            module.dequantize(anchor, digits, coding, tables, spec, dtype, out)
+            assert torch.equal(_bits(out.read()), _bits(want))
+            page, slot = out.places()
+            for token in range(shape[1]):
+                assert torch.equal(_bits(out.pages[page[token], :, slot[token]]), _bits(want[:, token]))
+            assert int((~torch.isnan(whole)).sum()) == want.numel()
+
+
+def test_block_tables_are_checked() -> None:
+    pages = torch.zeros(4, 2, 16, 8)
+
+    def refused(table: list[int], tokens: int = 40, first: int = 0) -> bool:
+        with pytest.raises(InputError):
+            Paged(pages=pages, table=np.array(table, np.int64), tokens=tokens, first=first)
+        return True
+
+    assert refused([0, 1])
+    assert refused([0, 1, 4])
+    assert refused([0, 1, -1])
+    assert refused([0, 1, 1])
+    assert refused([0, 1, 2], first=9)
+    assert refused([0, 1, 2], first=-1)
+    assert refused([0, 1, 2], tokens=0)
+    with pytest.raises(InputError):
+        Paged(pages=pages, table=np.zeros(1, np.int32), tokens=1)
+    with pytest.raises(InputError):
+        Paged(pages=pages[0], table=np.zeros(1, np.int64), tokens=1)
 
 
 @pytest.mark.parametrize("name", ["default", "alg1", "int8"])

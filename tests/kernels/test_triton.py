@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lynxkv import ContentError
 from lynxkv.codecs import Codec, get_codec
-from lynxkv.kernels import EntropyTables, named_backend, reference
+from lynxkv.kernels import EntropyTables, Paged, named_backend, reference
 from lynxkv.kernels.rounding import TORCH_DTYPES
 from lynxkv.layout import TensorSpec
 
@@ -86,6 +86,29 @@ def test_same_bits_as_the_reference(kernels: ModuleType, codec: Codec) -> None:
                 assert torch.equal(_bits(buffer[:, 2:-4].cpu()), _bits(want))
                 assert torch.isnan(buffer[:, :2]).all()
                 assert torch.isnan(buffer[:, -4:]).all()
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [get_codec("default", radix=1), get_codec("default", radix=11), get_codec("alg1"), get_codec("int4")],
+    ids=["entropy", "entropy in full", "pages and chunks", "tokens"],
+)
+def test_pages_get_the_same_bits(kernels: ModuleType, codec: Codec) -> None:
+    """Through a block table, escapes included; nothing but the slots of these tokens is written."""
+    heads, tokens, dim, slots, first = 2, 70, 20, 16, 5
+    x = tensor((heads, tokens, dim), "outliers", torch.bfloat16)
+    coding, tables = codec.coding("k", heads * dim), codec.tables(x, "k")
+    spec = TensorSpec(heads=heads, head_dim=dim, coding=0)
+    anchor, residual = reference.quantize(x, coding, tables)
+    for digits in (None, residual) if residual is not None else (None,):
+        want = torch.empty(heads, tokens, dim, dtype=torch.bfloat16)
+        reference.dequantize(anchor, digits, coding, tables, spec, "bf16", want)
+        whole = torch.full((8, slots, 2, heads, dim), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+        table = np.array([6, 0, 3, 7, 1], np.int64)
+        out = Paged(pages=whole[:, :, 1].transpose(1, 2), table=table, tokens=tokens, first=first)
+        kernels.dequantize(anchor, digits, coding, tables, spec, "bf16", out)
+        assert torch.equal(_bits(out.read().cpu()), _bits(want))
+        assert int((~torch.isnan(whole)).sum()) == want.numel()
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -12,6 +12,7 @@ from lynxkv.kernels.cpu.fixed_dequantize import dequantize_fixed
 from lynxkv.kernels.cpu.fixed_quantize import quantize_fixed
 from lynxkv.kernels.cpu.memory import U8, destination
 from lynxkv.kernels.cpu.statistics import channel_statistics
+from lynxkv.kernels.paged import Out, write
 from lynxkv.kernels.rounding import TORCH_DTYPES
 from lynxkv.kernels.tables import EntropyTables, FixedTables, Tables
 from lynxkv.layout import Coding, EntropyCoding, FixedCoding, RawCoding, TensorSpec
@@ -29,7 +30,7 @@ def quantize(x: Tensor, coding: Coding, tables: Tables) -> tuple[U8, U8 | None]:
 
 
 def dequantize(
-    anchor: U8, residual: U8 | None, coding: Coding, tables: Tables, spec: TensorSpec, dtype: str, out: Tensor
+    anchor: U8, residual: U8 | None, coding: Coding, tables: Tables, spec: TensorSpec, dtype: str, out: Out
 ) -> None:
     """As `reference.dequantize`, with the same bits."""
     if isinstance(coding, RawCoding):
@@ -39,7 +40,7 @@ def dequantize(
     if place is None:
         whole = torch.empty(out.shape, dtype=TORCH_DTYPES[dtype])
         dequantize(anchor, residual, coding, tables, spec, dtype, whole)
-        out.copy_(whole)
+        write(out, whole)
     elif isinstance(coding, FixedCoding) and isinstance(tables, FixedTables):
         dequantize_fixed(anchor, residual, coding, tables, spec, out.shape[1], place)
     elif isinstance(coding, EntropyCoding) and isinstance(tables, EntropyTables):

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from lynxkv.errors import ContentError
 from lynxkv.kernels.cpu.bits import helper, jit
 from lynxkv.kernels.cpu.finish import finish_symbols, finish_values
-from lynxkv.kernels.cpu.memory import U8, Strided, bounded, read_only
+from lynxkv.kernels.cpu.memory import U8, Rows, bounded, read_only
 from lynxkv.kernels.cpu.packing import clear, unpack_rows
 from lynxkv.kernels.cpu.threads import run_split
 from lynxkv.kernels.cpu.turn import rows_to_tile
@@ -96,7 +96,7 @@ def _decode_tiles(
     dim: int,
     out: Any,
     head_stride: int,
-    token_stride: int,
+    starts: Any,
     kind: int,
 ) -> int:
     """Tokens [start, stop) of all channels; `radix` 0 means that there are no digits. Returns how many are escapes."""
@@ -117,8 +117,8 @@ def _decode_tiles(
             if radix:
                 rows_to_tile(digits, rows, stride, first, count, low, padded)
             means = mean[head * dim : head * dim + dim]
-            at = head * head_stride + first * token_stride
-            finish_symbols(part, low, padded, factor, bias, step, means, out, at, token_stride, kind)
+            own = starts[first : first + count]
+            finish_symbols(part, low, padded, factor, bias, step, means, out, head * head_stride, own, kind)
     return escapes
 
 
@@ -135,7 +135,7 @@ def _patch_escapes(
     dim: int,
     out: Any,
     head_stride: int,
-    token_stride: int,
+    starts: Any,
     kind: int,
 ) -> None:
     value, steps = np.zeros(8, np.float32), np.full(1, step, np.float32)
@@ -148,8 +148,9 @@ def _patch_escapes(
             index = 2 * (index * radix + digits[row * stride + token]) - (radix - 1)
         channel = order[row]
         value[0] = index
-        at = channel // dim * head_stride + token * token_stride + channel % dim
-        finish_values(value, 8, steps, mean[channel : channel + 1], 1, out, at, head_stride, token_stride, kind)
+        at = channel // dim * head_stride + channel % dim
+        own = starts[token : token + 1]
+        finish_values(value, 8, steps, mean[channel : channel + 1], 1, out, at, head_stride, own, kind)
 
 
 def dequantize_entropy(
@@ -159,7 +160,7 @@ def dequantize_entropy(
     tables: EntropyTables,
     spec: TensorSpec,
     tokens: int,
-    out: Strided,
+    out: Rows,
 ) -> None:
     """Decode a segment of `tokens` tokens.
 
@@ -204,7 +205,7 @@ def dequantize_entropy(
             spec.head_dim,
             out.flat,
             out.head_stride,
-            out.token_stride,
+            out.starts,
             kind,
         )
         found.append(escapes)
@@ -225,7 +226,7 @@ def dequantize_entropy(
             spec.head_dim,
             out.flat,
             out.head_stride,
-            out.token_stride,
+            out.starts,
             out.kind,
         )
 

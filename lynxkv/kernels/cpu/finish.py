@@ -47,14 +47,14 @@ def _loops(rounded: Callable[[Any], Any]) -> tuple[Callable[..., None], Callable
         mean: Any,
         out: Any,
         at: Any,
-        token_stride: Any,
+        starts: Any,
     ) -> None:
         wide_vectors()
         dim = len(mean)
         for i in range(len(tile) // padded):
             high = tile[i * padded : i * padded + dim]
             digit = low[i * padded : i * padded + dim]
-            row = out[at + i * token_stride : at + i * token_stride + dim]
+            row = out[at + starts[i] : at + starts[i] + dim]
             for d in range(dim):
                 # Exact: integers below 2^24.
                 index = (np.float32(high[d]) * factor - bias) + np.float32(digit[d]) * np.float32(2)
@@ -70,7 +70,7 @@ def _loops(rounded: Callable[[Any], Any]) -> tuple[Callable[..., None], Callable
         out: Any,
         at: Any,
         head_stride: Any,
-        token_stride: Any,
+        starts: Any,
     ) -> None:
         wide_vectors()
         dim = len(scale) // heads
@@ -79,7 +79,7 @@ def _loops(rounded: Callable[[Any], Any]) -> tuple[Callable[..., None], Callable
             v = values[i * padded : i * padded + dim]
             s = scale[head * dim : head * dim + dim]
             o = offset[head * dim : head * dim + dim]
-            start = at + head * head_stride + i // heads * token_stride
+            start = at + head * head_stride + starts[i // heads]
             row = out[start : start + dim]
             for d in range(dim):
                 row[d] = rounded(v[d] * s[d] + o[d])
@@ -120,12 +120,12 @@ def finish_symbols(
     mean: Any,
     out: Any,
     at: int,
-    token_stride: int,
+    starts: Any,
     kind: int,
 ) -> None:
     """Values of tile and low, u8 [tokens, padded]: round((tile * factor - bias + 2 * low) * step + mean[channel]).
 
-    The first row of `out`, a u16 or f32 array whose elements `kind` describes, is at `at`.
+    Row i goes to `at` + starts[i] of `out`, a u16 or f32 array whose elements `kind` describes.
     """
     raise NotImplementedError("compiled code only")
 
@@ -141,7 +141,7 @@ def _finish_symbols(
     mean: Any,
     out: Any,
     at: Any,
-    token_stride: Any,
+    starts: Any,
     kind: Any,
 ) -> Any:
     def into_16(
@@ -154,15 +154,15 @@ def _finish_symbols(
         mean: Any,
         out: Any,
         at: Any,
-        token_stride: Any,
+        starts: Any,
         kind: Any,
     ) -> Any:
         if kind == BF16_BOUNDED:
-            _symbols_bounded(tile, low, padded, factor, bias, step, mean, out, at, token_stride)
+            _symbols_bounded(tile, low, padded, factor, bias, step, mean, out, at, starts)
         elif kind == BF16:
-            _symbols_bf16(tile, low, padded, factor, bias, step, mean, out, at, token_stride)
+            _symbols_bf16(tile, low, padded, factor, bias, step, mean, out, at, starts)
         else:
-            _symbols_fp16(tile, low, padded, factor, bias, step, mean, out, at, token_stride)
+            _symbols_fp16(tile, low, padded, factor, bias, step, mean, out, at, starts)
 
     def into_32(
         tile: Any,
@@ -174,15 +174,15 @@ def _finish_symbols(
         mean: Any,
         out: Any,
         at: Any,
-        token_stride: Any,
+        starts: Any,
         kind: Any,
     ) -> Any:
         if kind == BF16_IN_F32:
-            _symbols_bf16_f32(tile, low, padded, factor, bias, step, mean, out, at, token_stride)
+            _symbols_bf16_f32(tile, low, padded, factor, bias, step, mean, out, at, starts)
         elif kind == FP16_IN_F32:
-            _symbols_fp16_f32(tile, low, padded, factor, bias, step, mean, out, at, token_stride)
+            _symbols_fp16_f32(tile, low, padded, factor, bias, step, mean, out, at, starts)
         else:
-            _symbols_f32(tile, low, padded, factor, bias, step, mean, out, at, token_stride)
+            _symbols_f32(tile, low, padded, factor, bias, step, mean, out, at, starts)
 
     return into_16 if out.dtype == types.uint16 else into_32
 
@@ -196,12 +196,12 @@ def finish_values(
     out: Any,
     at: int,
     head_stride: int,
-    token_stride: int,
+    starts: Any,
     kind: int,
 ) -> None:
     """round(values * scale + offset), f32 [tokens, heads, padded] and twice [heads, head_dim].
 
-    The first row of `out`, a u16 or f32 array whose elements `kind` describes, is at `at`.
+    Token i of the first head goes to `at` + starts[i] of `out`, a u16 or f32 array whose elements `kind` describes.
     """
     raise NotImplementedError("compiled code only")
 
@@ -216,7 +216,7 @@ def _finish_values(
     out: Any,
     at: Any,
     head_stride: Any,
-    token_stride: Any,
+    starts: Any,
     kind: Any,
 ) -> Any:
     def into_16(
@@ -228,15 +228,15 @@ def _finish_values(
         out: Any,
         at: Any,
         head_stride: Any,
-        token_stride: Any,
+        starts: Any,
         kind: Any,
     ) -> Any:
         if kind == BF16_BOUNDED:
-            _values_bounded(values, padded, scale, offset, heads, out, at, head_stride, token_stride)
+            _values_bounded(values, padded, scale, offset, heads, out, at, head_stride, starts)
         elif kind == BF16:
-            _values_bf16(values, padded, scale, offset, heads, out, at, head_stride, token_stride)
+            _values_bf16(values, padded, scale, offset, heads, out, at, head_stride, starts)
         else:
-            _values_fp16(values, padded, scale, offset, heads, out, at, head_stride, token_stride)
+            _values_fp16(values, padded, scale, offset, heads, out, at, head_stride, starts)
 
     def into_32(
         values: Any,
@@ -247,14 +247,14 @@ def _finish_values(
         out: Any,
         at: Any,
         head_stride: Any,
-        token_stride: Any,
+        starts: Any,
         kind: Any,
     ) -> Any:
         if kind == BF16_IN_F32:
-            _values_bf16_f32(values, padded, scale, offset, heads, out, at, head_stride, token_stride)
+            _values_bf16_f32(values, padded, scale, offset, heads, out, at, head_stride, starts)
         elif kind == FP16_IN_F32:
-            _values_fp16_f32(values, padded, scale, offset, heads, out, at, head_stride, token_stride)
+            _values_fp16_f32(values, padded, scale, offset, heads, out, at, head_stride, starts)
         else:
-            _values_f32(values, padded, scale, offset, heads, out, at, head_stride, token_stride)
+            _values_f32(values, padded, scale, offset, heads, out, at, head_stride, starts)
 
     return into_16 if out.dtype == types.uint16 else into_32

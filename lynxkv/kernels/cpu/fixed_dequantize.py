@@ -21,7 +21,7 @@ from numba.extending import intrinsic
 from lynxkv.errors import ContentError
 from lynxkv.kernels.cpu.bits import helper, jit, wide_vectors
 from lynxkv.kernels.cpu.finish import finish_values
-from lynxkv.kernels.cpu.memory import U8, Strided, bounded, read_only
+from lynxkv.kernels.cpu.memory import U8, Rows, bounded, read_only
 from lynxkv.kernels.cpu.packing import clear, unpack_rows
 from lynxkv.kernels.cpu.threads import run_split
 from lynxkv.kernels.tables import F32, FixedTables
@@ -137,7 +137,7 @@ def _decode_chunks(
     dim: int,
     out: Any,
     head_stride: int,
-    token_stride: int,
+    starts: Any,
     kind: int,
 ) -> None:
     """Tokens [start, stop), of which start begins a chunk. `residual_bits` 0 means anchor precision; absent parameters
@@ -164,15 +164,15 @@ def _decode_chunks(
             _fold_page(scale, offset, page_scale[at : at + channels], page_mean[at : at + channels])
         chunk_stop = min(first + chunk_tokens, stop)
         for token in range(first, chunk_stop, block_tokens):
-            size = min(block_tokens, chunk_stop - token) * heads * padded
+            own = starts[token : min(token + block_tokens, chunk_stop)]
+            size = len(own) * heads * padded
             row_codes, values = block_codes[:size], block_values[:size]
             clear(row_codes)
             unpack_rows(codes, rows, padded, bits, token * heads, row_codes)
             if residual_bits:
                 unpack_rows(residual, rows, padded, residual_bits, token * heads, row_codes)
             _look_up(row_codes, table, values)
-            at = token * token_stride
-            finish_values(values, padded, scale, offset, heads, out, at, head_stride, token_stride, kind)
+            finish_values(values, padded, scale, offset, heads, out, 0, head_stride, own, kind)
 
 
 def dequantize_fixed(
@@ -182,7 +182,7 @@ def dequantize_fixed(
     tables: FixedTables,
     spec: TensorSpec,
     tokens: int,
-    out: Strided,
+    out: Rows,
 ) -> None:
     """Decode a segment of `tokens` tokens; nothing is written before all of it has been checked.
 
@@ -236,7 +236,7 @@ def dequantize_fixed(
             spec.head_dim,
             out.flat,
             out.head_stride,
-            out.token_stride,
+            out.starts,
             kind,
         )
 

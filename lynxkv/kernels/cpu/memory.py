@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lynxkv.kernels.cpu.bits import BF16, BF16_BOUNDED, BF16_IN_F32, FP16, FP16_IN_F32, FP32
 from lynxkv.kernels.cpu.finish import BOUND
+from lynxkv.kernels.paged import Out
 
 U8 = npt.NDArray[np.uint8]
 
@@ -27,7 +28,7 @@ _OWN = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 @dataclass(frozen=True, kw_only=True)
 class Strided:
-    """A tensor [H, T, D] whose last dim is contiguous: its memory as one array, and where head h, token t starts."""
+    """A source [H, T, D] whose last dim is contiguous: its memory as one array, and how far its rows are apart."""
 
     flat: npt.NDArray[Any]
     head_stride: int
@@ -35,15 +36,33 @@ class Strided:
     kind: int
 
 
-def destination(out: Tensor, dtype: str) -> Strided | None:
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """A destination whose last dim is contiguous: its memory as one array, and where the rows of its first head start,
+    `starts` [T]; those of head h are h * head_stride further.
+    """
+
+    flat: npt.NDArray[Any]
+    head_stride: int
+    starts: npt.NDArray[np.int64]
+    kind: int
+
+
+def destination(out: Out, dtype: str) -> Rows | None:
     """`out` as kernels write it, or None if they cannot: an unusual dtype, or channels apart from each other."""
     kind = _KINDS.get((dtype, out.dtype))
-    if kind is None or out.device.type != "cpu" or (out.stride(2) != 1 and out.shape[2] > 1):
+    memory = out if isinstance(out, Tensor) else out.pages
+    if kind is None or out.device.type != "cpu" or (memory.stride(-1) != 1 and memory.shape[-1] > 1):
         return None
-    return _strided(out, kind)
+    if isinstance(out, Tensor):
+        starts = np.arange(out.shape[1]) * out.stride(1)
+    else:
+        page, slot = out.places()
+        starts = page * memory.stride(0) + slot * memory.stride(2)
+    return Rows(flat=_flat(memory), head_stride=memory.stride(-3), starts=starts, kind=kind)
 
 
-def bounded(place: Strided, bound: float) -> int:
+def bounded(place: Rows, bound: float) -> int:
     """The kind of a destination whose values are at most `bound`: cheaper to round, where that is far from overflow."""
     return BF16_BOUNDED if place.kind == BF16 and bound < BOUND else place.kind
 
@@ -53,19 +72,19 @@ def source(x: Tensor) -> Strided:
     x = x.to("cpu", x.dtype if x.dtype in _OWN else torch.float32)
     if x.stride(2) != 1 and x.shape[2] > 1:
         x = x.contiguous()
-    return _strided(x, _KINDS[_OWN[x.dtype], x.dtype])
-
-
-def _strided(x: Tensor, kind: int) -> Strided:
-    heads, tokens, dim = x.shape
     head_stride, token_stride, _ = x.stride()
-    extent = (heads - 1) * head_stride + (tokens - 1) * token_stride + dim
+    kind = _KINDS[_OWN[x.dtype], x.dtype]
+    return Strided(flat=_flat(x), head_stride=head_stride, token_stride=token_stride, kind=kind)
+
+
+def _flat(x: Tensor) -> npt.NDArray[Any]:
+    """All memory between the first and the last element of x: f32, or u16 for 16-bit floats."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     memory = x.detach().as_strided((extent,), (1,))
     if x.dtype == torch.float32:
         flat: npt.NDArray[Any] = memory.numpy()
-    else:
-        flat = memory.view(torch.int16).numpy().view(np.uint16)
-    return Strided(flat=flat, head_stride=head_stride, token_stride=token_stride, kind=kind)
+        return flat
+    return memory.view(torch.int16).numpy().view(np.uint16)
 
 
 def read_only(data: npt.NDArray[Any]) -> npt.NDArray[Any]:

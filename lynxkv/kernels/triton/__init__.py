@@ -6,10 +6,15 @@ Checks that need every code run in the kernels, so a refused segment may have be
 
 from __future__ import annotations
 
+import os
+import threading
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
 from lynxkv.kernels import reference
+from lynxkv.kernels.paged import Out, write
 from lynxkv.kernels.rounding import TORCH_DTYPES
 from lynxkv.kernels.tables import EntropyTables, FixedTables, Tables
 from lynxkv.kernels.triton.launch import U8, kind_of
@@ -18,6 +23,9 @@ from lynxkv.kernels.triton.launch_fixed import can_quantize, dequantize_fixed, q
 from lynxkv.layout import Coding, EntropyCoding, FixedCoding, RawCoding, TensorSpec
 
 channel_statistics = reference.channel_statistics
+
+# While it runs a kernel, the interpreter replaces functions of Triton's language for the whole process.
+_one_at_a_time = threading.RLock() if os.environ.get("TRITON_INTERPRET") == "1" else nullcontext()
 
 
 def quantize(x: Tensor, coding: Coding, tables: Tables) -> tuple[U8, U8 | None]:
@@ -31,14 +39,16 @@ def quantize(x: Tensor, coding: Coding, tables: Tables) -> tuple[U8, U8 | None]:
     if isinstance(coding, FixedCoding) and isinstance(tables, FixedTables):
         if not can_quantize(coding):
             return reference.quantize(x, coding, tables)
-        return quantize_fixed(x, coding, tables)
+        with _one_at_a_time:
+            return quantize_fixed(x, coding, tables)
     if isinstance(coding, EntropyCoding) and isinstance(tables, EntropyTables):
-        return quantize_entropy(x, coding, tables)
+        with _one_at_a_time:
+            return quantize_entropy(x, coding, tables)
     raise TypeError(f"{type(tables).__name__} does not go with {type(coding).__name__}")
 
 
 def dequantize(
-    anchor: U8, residual: U8 | None, coding: Coding, tables: Tables, spec: TensorSpec, dtype: str, out: Tensor
+    anchor: U8, residual: U8 | None, coding: Coding, tables: Tables, spec: TensorSpec, dtype: str, out: Out
 ) -> None:
     """As `reference.dequantize`, with the same bits."""
     if isinstance(coding, RawCoding):
@@ -48,11 +58,13 @@ def dequantize(
     if kind is None:
         whole = torch.empty(out.shape, dtype=TORCH_DTYPES[dtype], device=out.device)
         dequantize(anchor, residual, coding, tables, spec, dtype, whole)
-        out.copy_(whole)
+        write(out, whole)
     elif isinstance(coding, FixedCoding) and isinstance(tables, FixedTables):
-        dequantize_fixed(anchor, residual, coding, tables, spec, out, kind)
+        with _one_at_a_time:
+            dequantize_fixed(anchor, residual, coding, tables, spec, out, kind)
     elif isinstance(coding, EntropyCoding) and isinstance(tables, EntropyTables):
-        dequantize_entropy(anchor, residual, coding, tables, spec, dtype, out, kind)
+        with _one_at_a_time:
+            dequantize_entropy(anchor, residual, coding, tables, spec, dtype, out, kind)
     else:
         raise TypeError(f"{type(tables).__name__} does not go with {type(coding).__name__}")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lynxkv.kernels.triton.planes import load_codes
+from lynxkv.kernels.triton.planes import load_codes, row_start
 from lynxkv.kernels.triton.rounding import rounded_as, widened
 
 
@@ -32,6 +32,10 @@ def dequantize_entropy_kernel(
     dim: tl.tensor,
     head_stride: tl.tensor,
     token_stride: tl.tensor,
+    table: tl.tensor,
+    first: tl.tensor,
+    page_stride: tl.tensor,
+    SLOTS: tl.constexpr,
     RADIX: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
@@ -62,7 +66,8 @@ def dequantize_entropy_kernel(
         q = tl.trans(symbol).to(tl.int32) - 127
         value = q.to(tl.float32) * step
         value = value + m
-        tl.store(place + k.to(tl.int64)[:, None] * token_stride, rounded_as(value, KIND), mask=tl.trans(mask))
+        start = row_start(k, k < tokens, token_stride, table, first, page_stride, SLOTS)[:, None]
+        tl.store(place + start, rounded_as(value, KIND), mask=tl.trans(mask))
     else:
         unit = unit_blocks * ALIGN
         bad = tl.zeros((BLOCK_D, BLOCK_T), tl.int32)
@@ -86,7 +91,8 @@ def dequantize_entropy_kernel(
                 index = 2 * ((symbol.to(tl.int32) - 127) * RADIX + digit) - (RADIX - 1)
                 value = tl.trans(index.to(tl.int16)).to(tl.float32) * step
                 value = value + m
-                tl.store(place + t.to(tl.int64)[:, None] * token_stride, rounded_as(value, KIND), mask=tl.trans(mask))
+                start = row_start(t, t < tokens, token_stride, table, first, page_stride, SLOTS)[:, None]
+                tl.store(place + start, rounded_as(value, KIND), mask=tl.trans(mask))
         tl.atomic_add(found + 1, tl.sum(bad))
     tl.atomic_add(found, tl.sum(escapes))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lynxkv.kernels.triton.planes import load_codes
+from lynxkv.kernels.triton.planes import load_codes, row_start
 from lynxkv.kernels.triton.rounding import rounded_as, widened
 
 
@@ -42,6 +42,10 @@ def dequantize_fixed_kernel(
     unit_blocks: tl.tensor,
     head_stride: tl.tensor,
     token_stride: tl.tensor,
+    table: tl.tensor,
+    first: tl.tensor,
+    page_stride: tl.tensor,
+    SLOTS: tl.constexpr,
     BITS: tl.constexpr,
     LOW_BITS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -63,6 +67,7 @@ def dequantize_fixed_kernel(
     row = token * heads + head
     rows = tokens.to(tl.int64) * heads
     channels = heads * dim
+    start = row_start(token, token < tokens, token_stride, table, first, page_stride, SLOTS)
     bad = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
     for f in range(8):
         d = k + f * unit
@@ -89,7 +94,7 @@ def dequantize_fixed_kernel(
             offset = offset + mu
         value = tl.load(book + code, mask=mask, other=0.0) * scale
         value = value + offset
-        place = out + head.to(tl.int64) * head_stride + token * token_stride + d
+        place = out + head.to(tl.int64) * head_stride + start + d
         tl.store(place, rounded_as(value, KIND), mask=mask)
     tl.atomic_add(found + 1, tl.sum(bad))
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lynxkv.errors import ContentError
+from lynxkv.kernels.paged import Out
 from lynxkv.kernels.triton.rounding import BF16, BF16_IN_F32, FP16, FP16_IN_F32, FP32
 
 U8 = npt.NDArray[np.uint8]
@@ -47,15 +48,39 @@ class Unit:
         return self.blocks * self.align
 
 
-def kind_of(out: Tensor, dtype: str) -> Any:
+def kind_of(out: Out, dtype: str) -> Any:
     """What kernels store for `out`; None if they cannot: an unusual dtype, or channels apart from each other."""
-    apart = out.stride(2) != 1 and out.shape[2] > 1
+    memory = out if isinstance(out, Tensor) else out.pages
+    apart = memory.stride(-1) != 1 and memory.shape[-1] > 1
     return None if apart else _KINDS.get((dtype, out.dtype))
 
 
-def stored_as(out: Tensor) -> Tensor:
-    """`out` as kernels store to it: 16-bit floats as int16."""
-    return out if out.dtype == torch.float32 else out.view(torch.int16)
+def stored_as(out: Out) -> Tensor:
+    """The memory of `out` as kernels store to it: 16-bit floats as int16."""
+    memory = out if isinstance(out, Tensor) else out.pages
+    return memory if out.dtype == torch.float32 else memory.view(torch.int16)
+
+
+def place_of(out: Out) -> dict[str, Any]:
+    """The arguments that say where rows of `out` begin; see `row_start`."""
+    if isinstance(out, Tensor):
+        none = torch.empty(0, dtype=torch.int64, device=out.device)
+        return {
+            "head_stride": out.stride(0),
+            "token_stride": out.stride(1),
+            "table": none,
+            "first": 0,
+            "page_stride": 0,
+            "SLOTS": 0,
+        }
+    return {
+        "head_stride": out.pages.stride(1),
+        "token_stride": out.pages.stride(2),
+        "table": on_device(out.table, out.device),
+        "first": out.first,
+        "page_stride": out.pages.stride(0),
+        "SLOTS": out.slots,
+    }
 
 
 def loaded_as(x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from lynxkv.kernels.paged import Out, scatter
 from lynxkv.kernels.rounding import round_to
 from lynxkv.kernels.tables import EntropyTables
 from lynxkv.kernels.triton.entropy import dequantize_entropy_kernel, quantize_entropy_kernel
@@ -20,6 +21,7 @@ from lynxkv.kernels.triton.launch import (
     loaded_as,
     on_device,
     on_host,
+    place_of,
     power_of_two,
     require,
     stored_as,
@@ -42,7 +44,7 @@ def dequantize_entropy(
     tables: EntropyTables,
     spec: TensorSpec,
     dtype: str,
-    out: Tensor,
+    out: Out,
     kind: Any,
 ) -> None:
     """Decode a segment into `out` [H, T, D], whose elements are what `kind` says.
@@ -80,8 +82,7 @@ def dequantize_entropy(
         unit.blocks,
         spec.channels,
         spec.head_dim,
-        out.stride(0),
-        out.stride(1),
+        **place_of(out),
         RADIX=radix,
         GROUP=group,
         BITS=bits,
@@ -107,7 +108,7 @@ def _patch(
     tables: EntropyTables,
     spec: TensorSpec,
     dtype: str,
-    out: Tensor,
+    out: Out,
 ) -> None:
     """Values of the escapes, few as they are, worked out on the host."""
     tokens = out.shape[1]
@@ -121,7 +122,7 @@ def _patch(
     value = value + torch.from_numpy(tables.mean[channel])
     head, d = (torch.from_numpy(part).to(out.device) for part in np.divmod(channel, spec.head_dim))
     at = torch.from_numpy(token).to(out.device)
-    out[head, at, d] = round_to(value, dtype).to(out.device, out.dtype)
+    scatter(out, head, at, d, round_to(value, dtype).to(out.device, out.dtype))
 
 
 def quantize_entropy(x: Tensor, coding: EntropyCoding, tables: EntropyTables) -> tuple[U8, U8 | None]:

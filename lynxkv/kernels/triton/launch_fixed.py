@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from lynxkv.kernels.paged import Out
 from lynxkv.kernels.tables import F32, FixedTables
 from lynxkv.kernels.triton.fixed import dequantize_fixed_kernel, quantize_fixed_kernel, quantize_token_kernel
 from lynxkv.kernels.triton.launch import (
@@ -18,6 +19,7 @@ from lynxkv.kernels.triton.launch import (
     loaded_as,
     on_device,
     on_host,
+    place_of,
     power_of_two,
     require,
     stored_as,
@@ -35,7 +37,7 @@ def dequantize_fixed(
     coding: FixedCoding,
     tables: FixedTables,
     spec: TensorSpec,
-    out: Tensor,
+    out: Out,
     kind: Any,
 ) -> None:
     """Decode a segment into `out` [H, T, D], whose elements are what `kind` says.
@@ -75,8 +77,7 @@ def dequantize_fixed(
         spec.heads,
         spec.head_dim,
         unit.blocks,
-        out.stride(0),
-        out.stride(1),
+        **place_of(out),
         BITS=coding.anchor_bits,
         LOW_BITS=low_bits,
         CHUNK=coding.chunk_tokens,

@@ -1,4 +1,4 @@
-"""Bit planes inside kernels (SPEC 8.1).
+"""Bit planes inside kernels (SPEC 8.1), and rows of a destination.
 
 A padded row is eight runs of `unit` codes, and a plane of width w takes w * unit bytes of it. Code k + f * unit lies in
 byte k + (f mod w) * unit of the row's plane, at bit (f div w) * w: for one f all of a tile's codes are neighbours, in
@@ -39,6 +39,26 @@ def load_codes(
         byte = tl.load(plane + row * unit + k, mask=mask, other=0).to(tl.int32)
         code = (code << 1) | ((byte >> f) & 1)
     return code
+
+
+@triton.jit
+def row_start(
+    token: tl.tensor,
+    mask: tl.tensor,
+    token_stride: tl.tensor,
+    table: tl.tensor,
+    first: tl.tensor,
+    page_stride: tl.tensor,
+    SLOTS: tl.constexpr,
+) -> tl.tensor:
+    """Where the row of each token begins, in a head of the destination; SLOTS 0 means that there are no pages."""
+    if SLOTS > 0:
+        place = token.to(tl.int32) + first
+        page = tl.load(table + place // SLOTS, mask=mask, other=0)
+        start = page * page_stride + (place % SLOTS).to(tl.int64) * token_stride
+    else:
+        start = token.to(tl.int64) * token_stride
+    return start
 
 
 @triton.jit

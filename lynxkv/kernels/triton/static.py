@@ -83,6 +83,7 @@ class Compiled:
     us_per_mib_elements: float
 
 
+_PLACE = {**dict.fromkeys(("head_stride", "token_stride", "first", "page_stride"), "i32"), "table": "*i64"}
 _ENTROPY = {
     **dict.fromkeys(("symbols", "residual"), "*u8"),
     "row_of": "*i64",
@@ -90,28 +91,32 @@ _ENTROPY = {
     "out": "*i16",
     "found": "*i32",
     "step": "fp32",
-    **dict.fromkeys(("tokens", "per_row", "unit_blocks", "channels", "dim", "head_stride", "token_stride"), "i32"),
+    **dict.fromkeys(("tokens", "per_row", "unit_blocks", "channels", "dim"), "i32"),
+    **_PLACE,
 }
 _FIXED = {
     **dict.fromkeys(("codes", "residual", "scales", "offsets"), "*u8"),
     **dict.fromkeys(("book", "scale_table", "offset_table", "page_scales", "page_means"), "*fp32"),
     "out": "*i16",
     "found": "*i32",
-    **dict.fromkeys(("tokens", "heads", "dim", "unit_blocks", "head_stride", "token_stride"), "i32"),
+    **dict.fromkeys(("tokens", "heads", "dim", "unit_blocks"), "i32"),
+    **_PLACE,
 }
-_CACHE = ("tokens", "per_row", "channels", "dim", "head_stride", "token_stride")
+_CACHE = ("tokens", "per_row", "channels", "dim", "head_stride", "token_stride", "page_stride")
 # An 8-bit scale and offset for 32 tokens, an f32 scale and mean for 256.
 _PARAMETER_BYTES = 2 / 32 + 8 / 256
 
 
-def _entropy(radix: int) -> Case:
+def _entropy(radix: int, slots: int = 0) -> Case:
     group, bits = radix_group(radix) if radix > 1 else (1, 0)
+    precision = f"full, R = {radix}" if radix > 1 else "anchor"
     return Case(
-        name=f"dequantize entropy {'anchor' if radix == 1 else f'full, R = {radix}'}",
+        name=f"dequantize entropy {precision}{', paged' if slots else ''}",
         kernel=dequantize_entropy_kernel,
         arguments=_ENTROPY,
         aligned=_CACHE,
         constants={
+            "SLOTS": slots,
             "RADIX": radix,
             "GROUP": group,
             "BITS": bits,
@@ -126,14 +131,16 @@ def _entropy(radix: int) -> Case:
     )
 
 
-def _fixed(low_bits: int) -> Case:
+def _fixed(low_bits: int, slots: int = 0) -> Case:
     unit = 16
+    precision = "full" if low_bits else "anchor"
     return Case(
-        name=f"dequantize fixed {'anchor' if not low_bits else 'full'}, 4 + {low_bits} bits",
+        name=f"dequantize fixed {precision}, 4 + {low_bits} bits{', paged' if slots else ''}",
         kernel=dequantize_fixed_kernel,
         arguments=_FIXED,
         aligned=_CACHE,
         constants={
+            "SLOTS": slots,
             "BITS": 4,
             "LOW_BITS": low_bits,
             "CHUNK": 32,
@@ -155,6 +162,8 @@ def _fixed(low_bits: int) -> Case:
 CASES = (
     *(_entropy(radix) for radix in (1, 3, 5, 8, 11)),
     *(_fixed(low_bits) for low_bits in (0, 4)),
+    *(_entropy(radix, slots=16) for radix in (1, 8)),
+    _fixed(4, slots=16),
     Case(
         name="quantize entropy, R = 8",
         kernel=quantize_entropy_kernel,
