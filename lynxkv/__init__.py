@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from lynxkv.checkpoints import load_model as load_model
     from lynxkv.decoder import load as load
     from lynxkv.encoder import encode as encode
+    from lynxkv.fetch import FetchOptions as FetchOptions
     from lynxkv.fetch import open_cache as open
     from lynxkv.fidelity import compare as compare
     from lynxkv.integrations.hf import LynxCache as LynxCache
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 
 # name: where it is defined
 _LAZY = {
+    "FetchOptions": "lynxkv.fetch.FetchOptions",
     "KV": "lynxkv.kv.KV",
     "Link": "lynxkv.store.Link",
     "LynxCache": "lynxkv.integrations.hf.LynxCache",
@@ -79,6 +81,7 @@ __all__ = [
     "ChecksumError",
     "ContentError",
     "FetchError",
+    "FetchOptions",
     "FormatError",
     "HeaderError",
     "IdentityError",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lynxkv.errors import ContentError, InputError
 from lynxkv.exact import unpack_exact
-from lynxkv.fetch import CacheReader, SegmentPayload, open_cache
+from lynxkv.fetch import CacheReader, FetchOptions, SegmentPayload, open_cache
 from lynxkv.format.content import check_content
 from lynxkv.format.index import Segment
 from lynxkv.kernels import EntropyTables, FixedTables, Out, Tables, dequantize
@@ -271,15 +271,19 @@ class KVDestination:
         return self.kv.layers[layer].tensors[tensor]
 
 
-def load(url: Url, *, precision: Precision = "full", link: Link | None = None) -> KV:
+def load(
+    url: Url, *, precision: Precision = "full", link: Link | None = None, options: FetchOptions | None = None
+) -> KV:
     """Fetch and decode a whole cache; tensors are [H, T, D] in the cache's declared dtype.
+
+    `link` simulates a slower one, `options` say how to fetch.
 
     Raises:
         InputError: exact precision is asked of a cache that does not hold it.
         CacheNotFoundError, FetchError: the store cannot deliver it.
         FormatError: it is damaged.
     """
-    with open_cache(url, link=link) as reader:
+    with open_cache(url, link=link, options=options) as reader:
         destination = KVDestination(reader.header)
         decode_into(reader, destination, precision)
         ids = reader.token_ids()

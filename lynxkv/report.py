@@ -96,7 +96,7 @@ def inspect(url: Url, *, link: Link | None = None) -> InspectReport:
         CacheNotFoundError, FetchError: the store cannot deliver the Anchor.
         FormatError: the Anchor is damaged.
     """
-    with open_cache(url, link=link) as reader:
+    with CacheReader(url, link=link, header_only=True) as reader:
         header = reader.header
         parts = _parts(header, "anchor", reader.anchor_head)
         problem = None

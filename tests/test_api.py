@@ -24,6 +24,7 @@ NAMES = [
     "ChecksumError",
     "ContentError",
     "FetchError",
+    "FetchOptions",
     "FormatError",
     "HeaderError",
     "IdentityError",

@@ -1,16 +1,24 @@
-"""What reaches a decoder has been checked; what fails is retried once, then told; closing never hangs."""
+"""What reaches a decoder has been checked; what fails is tried again, then told; closing leaves nothing behind."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fsspec.asyn import get_loop
 
 import lynxkv
-from lynxkv.fetch import CacheReader, SegmentStream
+from lynxkv.fetch import CacheReader, FetchOptions
+from lynxkv.fetch.scheduler import Lane, Scheduler
 from lynxkv.store import Link, Store
+from lynxkv.store.transport import Answer, BlockingTransport, Transport, transport_for
+from lynxkv.testing.faults import FAULTS, Fault, FaultyTransport
 from lynxkv.testing.kv import random_kv
 
 
@@ -23,25 +31,45 @@ def url(tmp_path: Path) -> str:
 
 @pytest.fixture
 def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lynxkv.fetch.RANGE_BYTES", 4096)
+    monkeypatch.setattr("lynxkv.fetch.options.RANGE_BYTES", 4096)
+    monkeypatch.setattr("lynxkv.fetch.options.MAX_REQUEST_BYTES", 3000)
+    monkeypatch.setattr("lynxkv.fetch.ranges.MAX_REQUEST_BYTES", 3000)
 
 
-Fault = Callable[[str, int, int, bytes], bytes]
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lynxkv.fetch.ranges.FIRST_PAUSE_S", 0.001)
 
 
-def inject(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> list[tuple[str, int, int]]:
-    """Let every read pass through `fault`; returns the log of reads."""
-    stock = Store.read
-    log: list[tuple[str, int, int]] = []
-    lock = threading.Lock()
+@pytest.fixture
+def inner(url: str) -> Iterator[Transport]:
+    """What reads the cache, to be wrapped."""
+    with ThreadPoolExecutor(4) as workers:
+        yield BlockingTransport(Store(url), workers)
 
-    def read(self: Store, name: str, start: int, stop: int) -> bytes:
-        with lock:
-            log.append((name, start, stop))
-        return fault(name, start, stop, stock(self, name, start, stop))
 
-    monkeypatch.setattr(Store, "read", read)
-    return log
+@pytest.fixture
+def faulty(inner: Transport) -> Callable[..., FaultyTransport]:
+    def make(*faults: Fault, share: float = 1.0, **options: Any) -> FaultyTransport:
+        return FaultyTransport(inner, share=share, faults=faults or FAULTS, **options)
+
+    return make
+
+
+def assert_equal(one: lynxkv.KV, other: lynxkv.KV) -> None:
+    """Bit by bit."""
+    for mine, right in zip(one.layers, other.layers, strict=True):
+        assert all(mine.tensors[name].equal(tensor) for name, tensor in right.tensors.items())
+
+
+def idle_loop_tasks() -> int:
+    """Tasks on fsspec's loop besides the one that counts."""
+
+    async def count() -> int:
+        await asyncio.sleep(0)
+        return len(asyncio.all_tasks()) - 1
+
+    return asyncio.run_coroutine_threadsafe(count(), get_loop()).result(5)
 
 
 def test_segments_come_in_file_order_and_cover_both_shards(url: str, small_ranges: None) -> None:
@@ -56,22 +84,71 @@ def test_segments_come_in_file_order_and_cover_both_shards(url: str, small_range
         assert names == [f"layer.{i}.{t}.residual" for t in "kv" for i in range(3)]
 
 
-def test_opening_reads_the_header_only(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = inject(monkeypatch, lambda name, start, stop, data: data)
-    with lynxkv.open(url):
-        assert log == [("anchor.safetensors", 0, min(128 << 10, log[0][2]))]
+def test_a_local_cache_opens_with_one_request(url: str, faulty: Callable[..., FaultyTransport]) -> None:
+    transport = faulty(share=0)
+    with lynxkv.open(url, options=FetchOptions(transport=transport)):
+        assert [(item.name, item.start, item.stop) for item in transport.requests] == [
+            ("anchor.safetensors", 0, 128 << 10)
+        ]
 
 
-def test_ready_never_blocks(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+class Remote:
+    """A transport whose answers take a round trip, and tell sizes if asked to."""
+
+    is_remote = True
+
+    def __init__(self, inner: Transport, *, tells_size: bool) -> None:
+        self.inner, self.tells_size = inner, tells_size
+        self.asked: list[tuple[str, int, int]] = []
+        self.sizes = 0
+
+    @asynccontextmanager
+    async def get(self, name: str, start: int, stop: int) -> AsyncIterator[Answer]:
+        self.asked.append((name, start, stop))
+        size = await self.inner.size(name) if self.tells_size else None
+        async with self.inner.get(name, start, stop) as answer:
+            yield Answer(chunks=answer.chunks, size=size)
+
+    async def size(self, name: str) -> int:
+        self.sizes += 1
+        return await self.inner.size(name)
+
+
+@pytest.mark.parametrize("tells_size", [True, False])
+@pytest.mark.parametrize("first", [512, 4096, 1 << 20])
+def test_remote_caches_are_asked_ahead(
+    first: int, tells_size: bool, url: str, inner: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the pieces asked for ahead end inside the header, inside the data or behind the end."""
+    for module in ("reader", "head"):
+        monkeypatch.setattr(f"lynxkv.fetch.{module}.FIRST_READ_BYTES", first)
+    transport = Remote(inner, tells_size=tells_size)
+    kv = lynxkv.load(url, options=FetchOptions(transport=transport))
+    assert_equal(kv, lynxkv.load(url))
+    assert [item for item in transport.asked if item[0] == "anchor.safetensors"][:8] == [
+        ("anchor.safetensors", at * first, (at + 1) * first) for at in range(8)
+    ]
+    assert transport.sizes == (0 if tells_size or first == 1 << 20 else 2)
+
+
+def test_headers_alone_ask_for_nothing_ahead(url: str, inner: Transport) -> None:
+    transport = Remote(inner, tells_size=True)
+    with CacheReader(url, options=FetchOptions(transport=transport), header_only=True):
+        assert len(transport.asked) == 1
+
+
+def test_ready_never_blocks(url: str, inner: Transport) -> None:
     gate = threading.Event()
 
-    def wait(name: str, start: int, stop: int, data: bytes) -> bytes:
-        if name.startswith("residual"):
-            gate.wait(10)
-        return data
+    class Gated(Remote):
+        @asynccontextmanager
+        async def get(self, name: str, start: int, stop: int) -> AsyncIterator[Answer]:
+            while name.startswith("residual") and not gate.is_set():
+                await asyncio.sleep(0.001)
+            async with self.inner.get(name, start, stop) as answer:
+                yield answer
 
-    inject(monkeypatch, wait)
-    with lynxkv.open(url) as reader:
+    with lynxkv.open(url, options=FetchOptions(transport=Gated(inner, tells_size=False))) as reader:
         stream = reader.start_residual()
         assert stream.ready() == []
         assert not stream.done
@@ -90,47 +167,146 @@ def test_waiting_gives_the_next_segments_until_there_are_none(url: str, small_ra
         assert names == [item.plan.name for item in reader.read_residual_head().segments]
 
 
-def test_one_damaged_answer_is_read_again(url: str, small_ranges: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: set[tuple[str, int]] = set()
-
-    def damage_once(name: str, start: int, stop: int, data: bytes) -> bytes:
-        if start > 0 and (name, start) not in seen:
-            seen.add((name, start))
-            return data[:-1] if start % 128 else bytes(len(data))
-        return data
-
-    log = inject(monkeypatch, damage_once)
-    undamaged = lynxkv.load(url)
-    assert seen
-    assert len(log) > len(seen)
-    assert undamaged.tokens == 400
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_overcome(
+    fault: Fault, url: str, small_ranges: None, faulty: Callable[..., FaultyTransport]
+) -> None:
+    # A range that is damaged twice in a row counts as damaged in the store.
+    transport = faulty(fault, share=0.3, skip=1, limit=1 if fault == "corrupt" else None)
+    options = FetchOptions(transport=transport, stall_s=0.02, attempts=12)
+    assert lynxkv.load(url, options=options).tokens == 400
+    assert transport.injected
 
 
-def test_lasting_damage_is_told(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    inject(monkeypatch, lambda name, start, stop, data: bytes(len(data)) if name.startswith("res") and start else data)
+def test_lasting_damage_is_told(url: str, small_ranges: None, faulty: Callable[..., FaultyTransport]) -> None:
+    residual = next(Path(url).glob("residual-*"))
+    data = bytearray(residual.read_bytes())
+    with lynxkv.open(url) as reader:
+        head = reader.read_residual_head()
+    data[head.header_bytes + head.segments[0].offset] ^= 1
+    residual.write_bytes(data)
+    transport = faulty(share=0)
     with pytest.raises(lynxkv.ChecksumError, match=r"layer\.0\.k\.residual"):
-        lynxkv.load(url)
+        lynxkv.load(url, options=FetchOptions(transport=transport))
+    again = [item for item in transport.requests if item.start == head.header_bytes + head.segments[0].offset]
+    assert len(again) == 1  # it came with the head at first, and was asked for once more
     assert lynxkv.load(url, precision="anchor").tokens == 400
 
 
 @pytest.mark.parametrize("failures", [1, 2, 3])
-def test_failed_reads_are_retried(url: str, failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lynxkv.fetch.time.sleep", lambda seconds: None)
-    left = failures
-
-    def fail(name: str, start: int, stop: int, data: bytes) -> bytes:
-        nonlocal left
-        if start and left:
-            left -= 1
-            raise lynxkv.FetchError("injected")
-        return data
-
-    inject(monkeypatch, fail)
+def test_a_range_is_given_up_after_so_many_attempts(
+    failures: int, url: str, faulty: Callable[..., FaultyTransport]
+) -> None:
+    options = FetchOptions(transport=faulty("refused", limit=failures), attempts=3)
     if failures < 3:
-        assert lynxkv.load(url, precision="anchor").tokens == 400
+        assert lynxkv.load(url, precision="anchor", options=options).tokens == 400
     else:
-        with pytest.raises(lynxkv.FetchError, match="injected"):
-            lynxkv.load(url, precision="anchor")
+        with pytest.raises(lynxkv.FetchError, match="connection reset"):
+            lynxkv.load(url, precision="anchor", options=options)
+
+
+class Dripping(Remote):
+    """Every answer ends after 50 bytes."""
+
+    @asynccontextmanager
+    async def get(self, name: str, start: int, stop: int) -> AsyncIterator[Answer]:
+        self.asked.append((name, start, stop))
+
+        async def some() -> AsyncIterator[bytes]:
+            async with self.inner.get(name, start, min(stop, start + 5000)) as answer:
+                async for chunk in answer.chunks:
+                    yield chunk
+            raise ConnectionResetError("injected")
+
+        yield Answer(chunks=some(), size=await self.inner.size(name))
+
+
+def test_an_interrupted_answer_is_continued_where_it_ended(url: str, inner: Transport) -> None:
+    transport = Dripping(inner, tells_size=True)
+    options = FetchOptions(transport=transport, attempts=2)
+    assert lynxkv.load(url, precision="anchor", options=options).tokens == 400
+    starts = [start for _, start, _ in transport.asked]
+    assert len(starts) == len(set(starts))
+
+
+class Failing(Remote):
+    """Every request raises."""
+
+    def __init__(self, inner: Transport, error: Exception) -> None:
+        super().__init__(inner, tells_size=False)
+        self.error = error
+
+    @asynccontextmanager
+    async def get(self, name: str, start: int, stop: int) -> AsyncIterator[Answer]:
+        self.asked.append((name, start, stop))
+        raise self.error
+        yield
+
+
+class HttpError(OSError):
+    def __init__(self, status: int) -> None:
+        super().__init__(f"{status} says the server")
+        self.status = status
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (HttpError(500), True),
+        (HttpError(503), True),
+        (HttpError(429), True),
+        (HttpError(408), True),
+        (HttpError(400), False),
+        (HttpError(403), False),
+        (ConnectionRefusedError("refused"), True),
+        (TimeoutError(), True),
+        (PermissionError("no"), False),
+        (FileNotFoundError("none"), False),
+        (ValueError("nonsense"), False),
+    ],
+)
+def test_what_is_worth_retrying(error: Exception, again: bool, url: str, inner: Transport) -> None:
+    transport = Failing(inner, error)
+    with pytest.raises(lynxkv.StoreError):
+        CacheReader(url, options=FetchOptions(transport=transport, attempts=3), header_only=True)
+    assert len(transport.asked) == (3 if again else 1)
+
+
+def test_more_than_was_asked_for_is_refused(url: str, inner: Transport) -> None:
+    class Generous(Remote):
+        @asynccontextmanager
+        async def get(self, name: str, start: int, stop: int) -> AsyncIterator[Answer]:
+            async with self.inner.get(name, 0, 1 << 30) as answer:
+                yield answer
+
+    with lynxkv.open(url) as reader:
+        reader._ranges.transport = Generous(inner, tells_size=False)
+        with pytest.raises(lynxkv.FetchError, match="got more") as caught:
+            reader.read("anchor.safetensors", 10, 20)
+    assert "Range" in str(caught.value.hint)
+
+
+def test_a_deadline_ends_what_would_go_on(url: str, faulty: Callable[..., FaultyTransport]) -> None:
+    options = FetchOptions(transport=faulty("refused"), deadline_s=0.05, attempts=1000)
+    with pytest.raises(lynxkv.FetchError, match=r"not fetched within 0\.05 s"):
+        lynxkv.open(url, options=options)
+    options = FetchOptions(transport=faulty("missing_answer"), deadline_s=0.05, attempts=1000)
+    with pytest.raises(lynxkv.FetchError, match=r"not fetched within 0\.05 s"):
+        lynxkv.open(url, options=options)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"concurrency": 0}, {"attempts": 0}, {"stall_s": 0}, {"deadline_s": -1}, {"request_timeout_s": 0}],
+)
+def test_options_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(lynxkv.InputError):
+        FetchOptions(**wrong)
+
+
+def test_an_unknown_transport_is_refused(url: str) -> None:
+    with pytest.raises(lynxkv.InputError, match="carrier pigeon"):
+        lynxkv.open(url, options=FetchOptions(transport="carrier pigeon"))  # type: ignore[arg-type]
 
 
 def test_a_missing_residual_is_named(url: str) -> None:
@@ -159,18 +335,38 @@ def test_whole_caches_have_no_residual(tmp_path: Path) -> None:
             reader.start_residual()
 
 
-def test_closing_ends_a_slow_read_at_once(url: str) -> None:
-    before = threading.active_count()
-    with lynxkv.open(url, link=Link(bit_per_s=8e9)) as reader:
-        reader.store.link = Link(bit_per_s=8.0)  # a byte a second from here on
-        stream: SegmentStream = reader.start_residual()
+def test_closing_ends_slow_requests_and_leaves_nothing_behind(url: str, faulty: Callable[..., FaultyTransport]) -> None:
+    lynxkv.load(url)  # starts the loop's thread
+    before = set(threading.enumerate())
+    transport = faulty("missing_answer", only="residual")
+    with lynxkv.open(url, options=FetchOptions(transport=transport)) as reader:
+        stream = reader.start_residual()
         assert stream.ready() == []
-    reader._pool.shutdown(wait=True)
-    assert threading.active_count() == before
+        while not transport.injected:
+            stream.ready()
+    with pytest.raises(lynxkv.StoreError, match="the reader is closed"):
+        stream.wait()
+    reader._scheduler.workers.shutdown(wait=True)
+    assert {thread for thread in set(threading.enumerate()) - before if "lynxkv-fetch" in thread.name} == set()
+    assert idle_loop_tasks() == 0
+
+
+def test_a_simulated_link_ends_with_its_reader(url: str) -> None:
+    with lynxkv.open(url, link=Link(bit_per_s=8e9)) as reader:
+        assert reader._ranges.link
+        reader._ranges.link.bit_per_s = 8.0  # a byte a second from here on
+        assert reader.start_residual().ready() == []
+    assert idle_loop_tasks() == 0
+
+
+def test_a_failed_opening_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(lynxkv.CacheNotFoundError):
+        lynxkv.open(tmp_path / "absent.lynx")
+    assert idle_loop_tasks() == 0
 
 
 def test_a_closed_reader_says_so(url: str, small_ranges: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lynxkv.fetch.WINDOW_BYTES", 10_000)
+    monkeypatch.setattr("lynxkv.fetch.options.WINDOW_BYTES", 10_000)
     with lynxkv.open(Path(url)) as reader:
         stream = reader.stream_anchor()
         assert stream.wait()
@@ -184,10 +380,11 @@ def test_a_closed_reader_says_so(url: str, small_ranges: None, monkeypatch: pyte
     ):
         with pytest.raises(lynxkv.StoreError, match="the reader is closed"):
             use()
+    reader.close()
 
 
 def test_in_flight_bytes_are_bounded(url: str, small_ranges: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lynxkv.fetch.WINDOW_BYTES", 10_000)
+    monkeypatch.setattr("lynxkv.fetch.options.WINDOW_BYTES", 10_000)
     with lynxkv.open(url) as reader:
         stream = reader.stream_anchor()
         largest = 0
@@ -203,3 +400,65 @@ def test_readers_are_independent(url: str) -> None:
     assert len({sum(payload.raw.size for payload in stream) for stream in streams}) == 1
     for reader in readers:
         reader.close()
+
+
+def test_the_residual_waits_for_the_anchor(
+    url: str, small_ranges: None, faulty: Callable[..., FaultyTransport]
+) -> None:
+    transport = faulty(share=0)
+    with lynxkv.open(url, options=FetchOptions(transport=transport)) as reader:
+        anchor, residual = reader.stream_anchor(), reader.start_residual()
+        anchor.ready(), residual.ready()
+        list(anchor), list(residual)
+    names = [item.name.partition(".")[0] for item in transport.requests]
+    assert names.index(next(name for name in names if name.startswith("residual"))) > names.count("anchor") - 1
+
+
+def test_lanes_are_strict_and_concurrency_is_bounded() -> None:
+    scheduler = Scheduler(2, what="test")
+    running: list[Lane] = []
+    seen: list[tuple[Lane, ...]] = []
+
+    def job(lane: Lane) -> Callable[[], Any]:
+        async def work() -> None:
+            running.append(lane)
+            seen.append(tuple(running))
+            await asyncio.sleep(0.002)
+            running.remove(lane)
+
+        return work
+
+    lanes = [Lane.RESIDUAL, Lane.ANCHOR, Lane.RESIDUAL, Lane.ANCHOR, Lane.ANCHOR]
+    futures: list[Future[None]] = [scheduler.submit(lane, job(lane)) for lane in lanes]
+    for future in futures:
+        future.result(5)
+    scheduler.close()
+    assert max(map(len, seen)) == 2
+    assert seen[-1] == (Lane.RESIDUAL,) or seen[-1] == (Lane.RESIDUAL, Lane.RESIDUAL)
+    # Once the Anchor's jobs were there, no Residual's started before the last of them had ended.
+    last_anchor = max(at for at, lanes in enumerate(seen) if lanes[-1] is Lane.ANCHOR)
+    assert all(lanes[-1] is Lane.ANCHOR for lanes in seen[1 : last_anchor + 1])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_mixed_faults_end_in_the_right_bits_or_a_typed_error(
+    seed: int, url: str, small_ranges: None, inner: Transport
+) -> None:
+    """One request in five goes wrong."""
+    transport = FaultyTransport(inner, share=0.2, seed=seed)
+    options = FetchOptions(transport=transport, stall_s=0.02, deadline_s=5, attempts=3)
+    try:
+        kv = lynxkv.load(url, options=options)
+    except (lynxkv.StoreError, lynxkv.FormatError):
+        pass
+    else:
+        assert_equal(kv, lynxkv.load(url))
+    assert idle_loop_tasks() == 0
+
+
+def test_transports_are_chosen_by_name_and_store(url: str) -> None:
+    pytest.importorskip("obstore")
+    with ThreadPoolExecutor(1) as workers:
+        assert isinstance(transport_for(Store(url), "fsspec", workers), BlockingTransport)
+        with pytest.raises(lynxkv.InputError, match="does not reach"):
+            transport_for(Store(url), "obstore", workers)

@@ -38,10 +38,9 @@ class Link:
             raise InputError(f"cannot read the link {text!r}", hint="write it like 200mbit or 1gbit/20ms")
         return cls(bit_per_s=bit_per_s, rtt_s=rtt_s)
 
-    def transfer(self, size_bytes: int, stop: threading.Event) -> None:
-        """Wait as long as the link would take for one more answer of `size_bytes`, or until `stop` is set."""
+    def delay_s(self, size_bytes: int) -> float:
+        """How long from now one more answer of `size_bytes` would take, after all those asked for before."""
         with self._lock:
             now = time.monotonic()
             self._free_at = max(self._free_at, now + self.rtt_s) + size_bytes * 8 / self.bit_per_s
-            wait = self._free_at - now
-        stop.wait(wait)
+            return self._free_at - now

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
 from lynxkv.errors import CacheNotFoundError, FetchError, InputError, StoreError
 from lynxkv.format.document import ANCHOR_NAME
 from lynxkv.format.read import read_anchor_head
 from lynxkv.format.write import Shard
-from lynxkv.store.link import Link
 from lynxkv.store.problems import exists_already, in_the_way, reading, unknown_scheme, writing
 from lynxkv.store.writers import writer_for
 
@@ -34,22 +33,27 @@ class ObjectInfo:
 class Store:
     """One cache's prefix `NAME.lynx/` on any file system that fsspec reaches."""
 
-    def __init__(self, url: Url, *, link: Link | None = None) -> None:
+    def __init__(self, url: Url) -> None:
         url = os.fspath(url)
         self.url = url.rstrip("/")
         if not self.url.endswith(SUFFIX) or self.url.rsplit("/", 1)[-1] == SUFFIX:
             raise InputError(f"{url} does not name a cache", hint=f"a cache is a folder or prefix NAME{SUFFIX}")
         try:
-            self.fs, self.path = fsspec.core.url_to_fs(self.url)
+            self.fs, self.path = fsspec.core.url_to_fs(self.url)  # an instance that all stores of this kind share
         except (ValueError, ImportError) as error:
             raise unknown_scheme(self.url, error) from error
-        self.link = link
-        self.closing = threading.Event()
         self._writer = writer_for(self.fs, self.path)
 
     @property
+    def protocol(self) -> str:
+        """What fsspec calls this kind of file system, by its first name."""
+        names = self.fs.protocol
+        return str(names if isinstance(names, str) else names[0])
+
+    @property
     def is_local(self) -> bool:
-        return "file" in (self.fs.protocol if isinstance(self.fs.protocol, tuple) else (self.fs.protocol,))
+        """Whether it is a folder of this machine."""
+        return isinstance(self.fs, LocalFileSystem)
 
     def path_of(self, name: str) -> str:
         return f"{self.path}/{name}"
@@ -83,8 +87,6 @@ class Store:
                 f"{self.url}/{name}: asked for {stop - start} bytes, got {len(data)}",
                 hint="the server ignores Range requests; serve the cache from one that honours them",
             )
-        if self.link:
-            self.link.transfer(len(data), self.closing)
         return data
 
     def try_objects(self) -> list[ObjectInfo]:

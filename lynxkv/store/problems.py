@@ -7,6 +7,7 @@ import difflib
 import errno
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from fsspec.registry import available_protocols
 
@@ -15,6 +16,15 @@ from lynxkv.errors import CacheExistsError, CacheNotFoundError, FetchError, Inpu
 # Packages that pyproject.toml has an extra for.
 EXTRAS = {"s3": "s3", "s3a": "s3", "http": "http", "https": "http"}
 USUAL = ("s3", "http", "https", "gs", "az", "sftp", "memory")
+
+# Request timeout, too early, too many requests; 5xx are retried anyway.
+WORTH_RETRYING = frozenset({408, 425, 429})
+LASTING = (
+    FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError,
+    ValueError, TypeError, AttributeError, ImportError, NotImplementedError,
+)  # fmt: skip
+# In the names and words of errors that backends raise beside these.
+LASTING_MARKS = ("credential", "certificate", "permissiondenied", "unauthenticated", "notsupported", "invalidpath")
 
 # The first row one of whose words is in the error's text counts.
 HINTS: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -50,8 +60,15 @@ def unknown_scheme(url: str, error: Exception) -> InputError:
 
 def words_of(error: BaseException) -> str:
     """What the error, or the server behind it, says."""
+    stated = _answer(error).get("Error", {})
+    if stated.get("Message"):
+        return f"{stated.get('Code')}: {stated['Message']}"
+    if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
+        return words_of(error.__cause__)
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
+    if isinstance(error, TimeoutError) and not str(error):
+        return "no answer in time"
     if isinstance(error, NotImplementedError):
         return "this kind of store cannot do that"
     return str(error) or type(error).__name__
@@ -63,13 +80,22 @@ def hint_of(error: BaseException) -> str:
         return "this kind of store can only be read; write elsewhere and copy the files there"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "the disk is full; free space or write elsewhere"
-    text = f"{type(error).__name__} {error}".lower()
+    text = f"{type(error).__name__} {error} {error.__cause__} {s3_code(error)}".lower()
     if isinstance(error, PermissionError):
         text += " permission"
     return next(
         (hint for marks, hint in HINTS if any(mark in text for mark in marks)),
         "check the URL, the endpoint and the network",
     )
+
+
+def is_lasting(error: BaseException) -> bool:
+    """Whether trying again cannot help: what is missing stays missing, what is forbidden stays forbidden."""
+    status = _status(error)
+    if status is not None:
+        return 400 <= status < 500 and status not in WORTH_RETRYING
+    text = f"{type(error).__name__} {error}".lower()
+    return isinstance(error, LASTING) or any(mark in text for mark in LASTING_MARKS)
 
 
 @contextlib.contextmanager
@@ -88,15 +114,11 @@ def reading(url: str, name: str) -> Iterator[None]:
         raise CacheNotFoundError(
             f"{url} is not a folder", hint="a cache is a folder or prefix with an Anchor in it"
         ) from error
-    except FileNotFoundError as error:
-        cause = error.__cause__
-        if cause is not None and not isinstance(cause, FileNotFoundError) and not _says_not_found(cause):
-            # fsspec's HTTP says "not found" of servers it cannot reach, too.
-            raise FetchError(f"{url}/{name}: {words_of(cause)}", hint=hint_of(cause)) from error
-        raise CacheNotFoundError(
-            f"{url}: there is no {name or 'such prefix'}", hint="check the URL with your store's own tools"
-        ) from error
     except Exception as error:
+        if _is_absent(error):
+            raise CacheNotFoundError(
+                f"{url}: there is no {name or 'such prefix'}", hint="check the URL with your store's own tools"
+            ) from error
         raise FetchError(f"{url}/{name}: {words_of(error)}", hint=hint_of(error)) from error
 
 
@@ -125,7 +147,34 @@ def in_the_way(url: str, path: Path) -> StoreError:
     return StoreError(f"cannot write {url}: {path} is a file", hint=f"give another name, or move {path.name} away")
 
 
-def _says_not_found(error: BaseException) -> bool:
-    response = getattr(error, "response", None)  # botocore's errors carry the server's answer
-    code = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
-    return code in ("404", "NoSuchKey", "NotFound")
+def _is_absent(error: BaseException) -> bool:
+    """Whether the server was there and has no such object."""
+    code = s3_code(error)
+    if code is not None:
+        return code in ("404", "NoSuchKey", "NotFound")
+    # fsspec's HTTP says "not found" of servers it cannot reach, too.
+    return isinstance(error, FileNotFoundError) and (
+        error.__cause__ is None or isinstance(error.__cause__, FileNotFoundError)
+    )
+
+
+def _answer(error: BaseException | None) -> dict[str, Any]:
+    """The server's answer that an error of botocore, or its translation by s3fs, carries."""
+    while error is not None:
+        response = getattr(error, "response", None)
+        if isinstance(response, dict):
+            return response
+        error = error.__cause__
+    return {}
+
+
+def s3_code(error: BaseException) -> str | None:
+    """What S3 calls the error."""
+    code = _answer(error).get("Error", {}).get("Code")
+    return None if code is None else str(code)
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status that an error stands for."""
+    status = getattr(error, "status", None) or _answer(error).get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return status if isinstance(status, int) else None

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from fsspec.asyn import AsyncFileSystem
+from fsspec.implementations.local import LocalFileSystem
 
 from lynxkv.format.write import Buffer
 
@@ -45,7 +46,7 @@ class Writer(Protocol):
 
 def writer_for(fs: Any, path: str) -> Writer:
     """The writer that suits a file system."""
-    if "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,)):
+    if isinstance(fs, LocalFileSystem):
         return LocalWriter(Path(path))
     return ObjectWriter(fs, path) if isinstance(fs, AsyncFileSystem) else MovingWriter(fs, path)
 

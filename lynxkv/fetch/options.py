@@ -1,0 +1,46 @@
+"""How a cache is fetched: what may be tuned, and the values that measurement has chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lynxkv.errors import InputError
+from lynxkv.store.transport import Transport, TransportName
+
+# A range holds neighbouring segments of about this many bytes. Smaller ones cost requests, larger ones keep the decoder
+# waiting for the last of them.
+RANGE_BYTES = 1 << 20
+# What is asked for again when it fails.
+MAX_REQUEST_BYTES = 4 << 20
+# Memory that segments may take which were asked for and not handed out yet.
+WINDOW_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchOptions:
+    """How a cache is fetched.
+
+    Args:
+        transport: "fsspec", "obstore", or an object that reads ranges itself.
+        concurrency: requests in flight.
+        stall_s: a request that brings no bytes for so long is given up and tried again.
+        request_timeout_s: so is one that takes longer than this; what it brought is kept.
+        deadline_s: no fetching goes on longer than this after opening; None: no such limit.
+        attempts: requests in a row that bring nothing before a range is given up.
+    """
+
+    transport: TransportName | Transport = "fsspec"
+    concurrency: int = 8
+    stall_s: float = 10.0
+    request_timeout_s: float = 60.0
+    deadline_s: float | None = None
+    attempts: int = 4
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.concurrency <= 256:
+            raise InputError(f"concurrency is {self.concurrency}", hint="use 1 to 256 requests at a time")
+        if self.attempts < 1:
+            raise InputError(f"attempts is {self.attempts}", hint="use at least 1")
+        limits = (self.stall_s, self.request_timeout_s, 1.0 if self.deadline_s is None else self.deadline_s)
+        if not all(seconds > 0 for seconds in limits):
+            raise InputError("a time limit is not positive", hint="time limits are seconds above 0")

@@ -1,0 +1,262 @@
+"""An open cache: the Anchor first, the Residual in the background while others work.
+
+Nothing here decodes; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from types import TracebackType
+from typing import Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from lynxkv.errors import BindingError, CacheNotFoundError, ChecksumError, FormatError, TruncatedError
+from lynxkv.fetch.head import Front, read_head
+from lynxkv.fetch.options import FetchOptions
+from lynxkv.fetch.ranges import Fetched, RangeReader
+from lynxkv.fetch.scheduler import Lane, Scheduler
+from lynxkv.fetch.stream import OpenedShard, SegmentPayload, SegmentRange, SegmentStream
+from lynxkv.format.content import check_content
+from lynxkv.format.document import ANCHOR_NAME
+from lynxkv.format.index import Segment
+from lynxkv.format.read import (
+    FIRST_READ_BYTES,
+    ReadRange,
+    ShardHead,
+    open_segment,
+    read_anchor_head,
+    read_residual_head,
+)
+from lynxkv.layout import CacheHeader, ResidualRef
+from lynxkv.store import Link, Store, Url
+from lynxkv.store.transport import transport_for
+
+U8 = npt.NDArray[np.uint8]
+T = TypeVar("T")
+
+# Pieces of FIRST_READ_BYTES that are asked for when a remote cache is opened, before its layout is known: on a link of
+# 200 Mbit/s and 20 ms they cover the round trip that would pass until the first segments can be asked for.
+AHEAD = 8
+
+
+class CacheReader:
+    """An open cache: its header has been read and checked, nothing else. Close it, or use it in a `with` block."""
+
+    def __init__(
+        self, url: Url, *, link: Link | None = None, options: FetchOptions | None = None, header_only: bool = False
+    ) -> None:
+        self.opened_at = time.perf_counter()
+        self.store = Store(url)
+        self.url = self.store.url
+        self.options = options or FetchOptions()
+        self._header_only = header_only
+        self._scheduler = Scheduler(self.options.concurrency, what=self.url)
+        try:
+            self._transport = transport_for(self.store, self.options.transport, self._scheduler.workers)
+            self._ranges = RangeReader(self.url, self._transport, self.options, link)
+            self._front = self._start_front(ANCHOR_NAME)
+            self.header, self.anchor_head = self._scheduler.submit(Lane.ANCHOR, self._anchor_head).result()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def bytes_anchor(self) -> int:
+        """Size of the Anchor, header included."""
+        return self.anchor_head.bytes
+
+    @property
+    def bytes_residual(self) -> int:
+        """Bytes of the Residual that lead to full precision; 0 if the cache has none."""
+        return self.header.residual.bytes - self.header.residual.exact_bytes if self.header.residual else 0
+
+    @property
+    def bytes_exact(self) -> int:
+        """Bytes of the Residual that lead on to the original; 0 if the cache has none."""
+        return self.header.residual.exact_bytes if self.header.residual else 0
+
+    def stream_anchor(self) -> SegmentStream:
+        """All segments of the Anchor but the token ids, in file order."""
+        wanted = [item for item in self.anchor_head.segments if item.plan.part not in ("token_ids", "prefix", "logits")]
+        return self._stream(ANCHOR_NAME, self.anchor_head, wanted)
+
+    def stream_segments(self, name: str, head: ShardHead) -> SegmentStream:
+        """All segments of one shard, whose head has been read."""
+        return self._stream(name, head, head.segments)
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of a shard, unchecked.
+
+        Raises:
+            CacheNotFoundError, FetchError: the store cannot deliver them.
+            StoreError: the reader is closed.
+        """
+        return bytes(self._submit_range(name, start, stop).result().data)
+
+    def size(self, name: str) -> int:
+        """The size of a shard as the store has it.
+
+        Raises:
+            CacheNotFoundError, FetchError: the store cannot tell.
+            StoreError: the reader is closed.
+        """
+        return self._scheduler.submit(_lane(name), partial(self._ranges.size, name)).result()
+
+    def start_residual(self, *, exact: bool = False) -> SegmentStream:
+        """Start to fetch the Residual: its head first, then its segments in file order, exact ones if asked for.
+
+        Its requests wait for those of the Anchor.
+
+        Raises:
+            BindingError: the cache has none.
+            StoreError: the reader is closed.
+        """
+        ref = self._residual()
+        front = self._start_front(ref.name)
+
+        async def open_shard() -> OpenedShard:
+            head = await self._residual_head(ref.name, front)
+            return head, [item for item in head.segments if exact or item.plan.part != "exact"]
+
+        opened = self._scheduler.submit(Lane.RESIDUAL, open_shard)
+        return SegmentStream(opened, partial(self._submit_segments, ref.name, front))
+
+    def read_residual_head(self) -> ShardHead:
+        """Header and index of the Residual.
+
+        Raises:
+            CacheNotFoundError: the object is missing.
+            FormatError: it is damaged, or belongs to another encode.
+            StoreError: the reader is closed.
+        """
+        ref = self._residual()
+        return self._scheduler.submit(Lane.RESIDUAL, partial(self._residual_head, ref.name, None)).result()
+
+    def token_ids(self) -> npt.NDArray[np.uint32] | None:
+        """The token ids [T], or None if the cache does not store them."""
+        raw = self._one("token_ids")
+        return None if raw is None else raw.view("<u4")
+
+    def logits(self) -> npt.NDArray[np.float32] | None:
+        """The logits [V] after the last token, or None if the cache does not store them."""
+        raw = self._one("logits")
+        return None if raw is None else raw.view("<f4")
+
+    def prefix_sha256(self) -> U8 | None:
+        """The digests [blocks, 32] of the prefix blocks, or None if the cache has none."""
+        raw = self._one("prefix")
+        return None if raw is None else raw.reshape(-1, 32)
+
+    def close(self) -> None:
+        """Stop reading: requests still in flight are cancelled, and streams say that the reader is closed."""
+        self._scheduler.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _residual(self) -> ResidualRef:
+        if self.header.residual is None:
+            raise BindingError(f"{self.url} has no Residual")
+        return self.header.residual
+
+    def _one(self, part: str) -> U8 | None:
+        """The content of an array of one segment."""
+        wanted = [item for item in self.anchor_head.segments if item.plan.part == part]
+        for payload in self._stream(ANCHOR_NAME, self.anchor_head, wanted):
+            check_content(self.header, payload.segment, payload.raw)
+            return payload.raw
+        return None
+
+    def _stream(self, name: str, head: ShardHead, wanted: Sequence[Segment]) -> SegmentStream:
+        self._scheduler.check_open()
+        opened: Future[OpenedShard] = Future()
+        opened.set_result((head, wanted))
+        front = self._front if name == ANCHOR_NAME else None
+        return SegmentStream(opened, partial(self._submit_segments, name, front))
+
+    def _start_front(self, name: str) -> Front:
+        """Ask for the first bytes of a shard whose head is not known yet."""
+        stop = (AHEAD if self._transport.is_remote and not self._header_only else 1) * FIRST_READ_BYTES
+        return Front([self._submit_range(name, at, at + FIRST_READ_BYTES) for at in range(0, stop, FIRST_READ_BYTES)])
+
+    async def _anchor_head(self) -> tuple[CacheHeader, ShardHead]:
+        parse = partial(read_anchor_head, what=f"{self.url}/{ANCHOR_NAME}")
+        return await self._read_head(ANCHOR_NAME, self._front, parse)
+
+    async def _residual_head(self, name: str, front: Front | None) -> ShardHead:
+        def parse(read: ReadRange, size: int) -> ShardHead:
+            return read_residual_head(read, size, self.header, what=f"{self.url}/{name}")
+
+        try:
+            return await self._read_head(name, front, parse)
+        except CacheNotFoundError as error:
+            raise CacheNotFoundError(f"{self.url}: the Residual {name} is missing", hint="encode it again") from error
+
+    async def _read_head(self, name: str, front: Front | None, parse: Callable[[ReadRange, int], T]) -> T:
+        size = partial(self._ranges.size, name)
+        try:
+            return await read_head(partial(self._fetch, name, front), size, parse)
+        except FormatError:  # damaged on the way, perhaps
+            return await read_head(partial(self._ranges.fetch, name), size, parse)
+
+    async def _fetch(self, name: str, front: Front | None, start: int, stop: int) -> Fetched:
+        """Bytes [start, stop) of a shard, those that have been asked for already from there."""
+        if front is None or start >= front.stop:
+            return await self._ranges.fetch(name, start, stop)
+        first = await front.fetch(start, min(stop, front.stop))
+        if stop <= front.stop or len(first.data) < front.stop - start:
+            return first
+        rest = await self._ranges.fetch(name, front.stop, stop)
+        return Fetched(data=first.data + rest.data, size=first.size)
+
+    def _submit_range(self, name: str, start: int, stop: int) -> Future[Fetched]:
+        return self._scheduler.submit(_lane(name), partial(self._ranges.fetch, name, start, stop))
+
+    def _submit_segments(self, name: str, front: Front | None, wanted: SegmentRange) -> Future[list[SegmentPayload]]:
+        async def fetch_checked() -> list[SegmentPayload]:
+            """What fails a check is fetched once more before giving up, and not from what came ahead."""
+            try:
+                fetched = await self._fetch(name, front, wanted.start, wanted.stop)
+                return await self._scheduler.compute(self._check, name, wanted, fetched)
+            except (ChecksumError, TruncatedError):
+                fetched = await self._ranges.fetch(name, wanted.start, wanted.stop)
+                return await self._scheduler.compute(self._check, name, wanted, fetched)
+
+        return self._scheduler.submit(_lane(name), fetch_checked)
+
+    def _check(self, name: str, wanted: SegmentRange, fetched: Fetched) -> list[SegmentPayload]:
+        data = memoryview(fetched.data)
+        at = wanted.start - wanted.segments[0].offset
+        payloads = []
+        for segment in wanted.segments:
+            stored = data[segment.offset + at - wanted.start : segment.stop + at - wanted.start]
+            payloads.append(
+                SegmentPayload(segment=segment, raw=open_segment(segment, stored, what=f"{self.url}/{name}"))
+            )
+        return payloads
+
+
+def open_cache(url: Url, *, link: Link | None = None, options: FetchOptions | None = None) -> CacheReader:
+    """Open the cache at `url`: reads and checks its header. `link` simulates a slower one.
+
+    Raises:
+        CacheNotFoundError: there is no cache.
+        FetchError: the store cannot be read.
+        FormatError: what is there is damaged or not a cache.
+        InputError: the URL does not end in `.lynx`, or its scheme is unknown.
+    """
+    return CacheReader(url, link=link, options=options)
+
+
+def _lane(name: str) -> Lane:
+    return Lane.ANCHOR if name == ANCHOR_NAME else Lane.RESIDUAL

@@ -1,0 +1,127 @@
+"""Who may ask when: jobs in lanes on fsspec's event loop, so many at a time, the Anchor's before the Residual's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import itertools
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, TypeVar
+
+from fsspec.asyn import get_loop
+
+from lynxkv.errors import StoreError
+
+T = TypeVar("T")
+# How long closing waits for what it has cancelled.
+CLOSE_S = 2.0
+
+
+class Lane(IntEnum):
+    """No job starts while one of a lower lane waits or runs."""
+
+    ANCHOR = 0
+    RESIDUAL = 1
+
+
+@dataclass(order=True)
+class _Job:
+    lane: Lane
+    number: int
+    work: Callable[[], Coroutine[Any, Any, Any]] = field(compare=False)
+    future: Future[Any] = field(compare=False)
+
+
+class Scheduler:
+    """The jobs of one reader. What they compute beside waiting goes to `workers`."""
+
+    def __init__(self, concurrency: int, *, what: str) -> None:
+        self.workers = ThreadPoolExecutor(concurrency, thread_name_prefix="lynxkv-fetch")
+        self._loop: asyncio.AbstractEventLoop = get_loop()
+        self._concurrency, self._what = concurrency, what
+        self._numbers = itertools.count()
+        # Touched on the loop only.
+        self._waiting: list[_Job] = []
+        self._running: dict[asyncio.Task[None], Lane] = {}
+        self.closed = False
+
+    def submit(self, lane: Lane, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
+        """Run a coroutine as soon as it is its turn.
+
+        Raises:
+            StoreError: the reader is closed; so does the future, if that happens meanwhile.
+        """
+        self.check_open()
+        job = _Job(lane, next(self._numbers), work, Future())
+        self._loop.call_soon_threadsafe(self._enqueue, job)
+        return job.future
+
+    def check_open(self) -> None:
+        """Raise a StoreError if the reader is closed."""
+        if self.closed:
+            raise self._closed_error()
+
+    async def compute(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Run a function on a worker thread, from inside a job."""
+        result: T = await self._loop.run_in_executor(self.workers, work, *arguments)
+        return result
+
+    def close(self) -> None:
+        """Cancel everything; when this returns, no request of this reader is open any more."""
+        if self.closed:
+            return
+        self.closed = True
+        done = asyncio.run_coroutine_threadsafe(self._cancel(), self._loop)
+        try:
+            on_loop = asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            on_loop = False
+        if not on_loop:  # waiting there would keep the loop from cancelling
+            with contextlib.suppress(TimeoutError):
+                done.result(CLOSE_S)
+        self.workers.shutdown(wait=False, cancel_futures=True)
+
+    def _enqueue(self, job: _Job) -> None:
+        if self.closed:
+            job.future.set_exception(self._closed_error())
+            return
+        heapq.heappush(self._waiting, job)
+        self._start()
+
+    def _start(self) -> None:
+        while self._waiting and len(self._running) < self._concurrency:
+            if self._running and min(self._running.values()) < self._waiting[0].lane:
+                return
+            job = heapq.heappop(self._waiting)
+            if job.future.set_running_or_notify_cancel():
+                self._running[self._loop.create_task(self._run(job))] = job.lane
+
+    async def _run(self, job: _Job) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            job.future.set_result(await job.work())
+        except asyncio.CancelledError:
+            job.future.set_exception(self._closed_error())
+        except BaseException as error:
+            job.future.set_exception(error)
+        finally:
+            del self._running[task]
+            self._start()
+
+    async def _cancel(self) -> None:
+        for job in self._waiting:
+            if job.future.set_running_or_notify_cancel():
+                job.future.set_exception(self._closed_error())
+        self._waiting.clear()
+        tasks = list(self._running)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _closed_error(self) -> StoreError:
+        return StoreError(f"{self._what}: the reader is closed", hint="read inside the `with` block of lynxkv.open")

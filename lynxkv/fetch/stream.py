@@ -1,0 +1,152 @@
+"""The segments of a shard: neighbours are read together, and come out in file order, each checked."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lynxkv.fetch import options
+from lynxkv.format.index import Segment
+from lynxkv.format.read import ShardHead
+
+U8 = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentPayload:
+    """A checked segment and its raw bytes."""
+
+    segment: Segment
+    raw: U8
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentRange:
+    """Neighbouring segments; `start` and `stop` count from the beginning of the object."""
+
+    start: int
+    stop: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def memory_bytes(self) -> int:
+        """What it takes while in flight: a small frame may hold much."""
+        return sum(map(_memory_bytes, self.segments))
+
+
+OpenedShard = tuple[ShardHead, Sequence[Segment]]
+"""A shard's head, and those of its segments that are wanted, in file order."""
+
+
+class SegmentStream:
+    """The segments of one shard in file order, fetched ahead.
+
+    `ready()` never blocks, `wait()` and iterating do; all raise what went wrong with the next segment: `FetchError`,
+    `CacheNotFoundError`, a `FormatError`, or a `StoreError` if the reader was closed. `bytes_done` counts stored bytes
+    handed out.
+    """
+
+    def __init__(
+        self, head: Future[OpenedShard], submit: Callable[[SegmentRange], Future[list[SegmentPayload]]]
+    ) -> None:
+        self._submit = submit
+        self._head: Future[OpenedShard] | None = head
+        self._waiting: deque[SegmentRange] = deque()
+        self._in_flight: deque[tuple[SegmentRange, Future[list[SegmentPayload]]]] = deque()
+        self._window = 0
+        self.bytes_done = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether every segment has been handed out."""
+        return self._head is None and not self._waiting and not self._in_flight
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Memory that segments asked for and not handed out yet may take."""
+        return self._window
+
+    def ready(self) -> list[SegmentPayload]:
+        """The next segments, as far as they have arrived."""
+        out: list[SegmentPayload] = []
+        while self._next_arrived():
+            out.extend(self._take())
+        return out
+
+    def __iter__(self) -> Iterator[SegmentPayload]:
+        while not self.done:
+            yield from self._take()
+
+    def wait(self) -> list[SegmentPayload]:
+        """The next segments, waiting until there are some; none when all have been handed out."""
+        out: list[SegmentPayload] = []
+        while not out and not self.done:
+            out = self._take()
+        return out
+
+    def close(self) -> None:
+        """Forget what has not been asked for. What is in flight ends by itself, or when the reader is closed."""
+        if self._head is not None:
+            self._head.cancel()
+        for _, future in self._in_flight:
+            future.cancel()
+        self._head = None
+        self._waiting.clear()
+        self._in_flight.clear()
+        self._window = 0
+
+    def _next_arrived(self) -> bool:
+        if self._head is not None:
+            return self._head.done()
+        return bool(self._in_flight) and self._in_flight[0][1].done()
+
+    def _take(self) -> list[SegmentPayload]:
+        if self._head is not None:
+            head, segments = self._head.result()
+            self._head = None
+            self._waiting = deque(ranges(segments, head.header_bytes))
+            self._fill()
+            return []
+        done, future = self._in_flight[0]
+        payloads = future.result()
+        self._in_flight.popleft()
+        self._window -= done.memory_bytes
+        self.bytes_done += sum(item.segment.stored_bytes for item in payloads)
+        self._fill()
+        return payloads
+
+    def _fill(self) -> None:
+        while self._waiting and (self._window < options.WINDOW_BYTES or not self._in_flight):
+            wanted = self._waiting[0]
+            self._in_flight.append((wanted, self._submit(wanted)))
+            self._waiting.popleft()
+            self._window += wanted.memory_bytes
+
+
+def ranges(segments: Sequence[Segment], header_bytes: int) -> Iterator[SegmentRange]:
+    """Runs of neighbouring segments of about `RANGE_BYTES`."""
+    run: list[Segment] = []
+
+    def whole() -> SegmentRange:
+        start, stop = header_bytes + run[0].offset, header_bytes + run[-1].stop
+        return SegmentRange(start=start, stop=stop, segments=tuple(run))
+
+    for segment in segments:
+        if run and (
+            segment.stop - run[0].offset > options.RANGE_BYTES
+            or sum(map(_memory_bytes, run)) + _memory_bytes(segment) > options.WINDOW_BYTES
+        ):
+            yield whole()
+            run = []
+        run.append(segment)
+    if run:
+        yield whole()
+
+
+def _memory_bytes(segment: Segment) -> int:
+    return max(segment.stored_bytes, segment.raw_bytes)

@@ -1,0 +1,87 @@
+"""The transport `obstore`: S3 and HTTP in compiled code, with the settings that s3fs and fsspec have found."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any
+
+from lynxkv.errors import InputError
+from lynxkv.store.prefix import Store
+from lynxkv.store.transport import Answer, chunks_of
+
+# Time limits and retries are the caller's, so that both transports behave the same.
+CLIENT: Any = {"allow_http": True, "timeout": timedelta(hours=1)}
+RETRIES: Any = {"max_retries": 0}
+CHUNK_BYTES = 64 << 10
+
+
+class ObstoreTransport:
+    """Ranges through obstore, for objects on S3 and HTTP."""
+
+    is_remote = True
+
+    def __init__(self, store: Store) -> None:
+        try:
+            import obstore
+        except ImportError as error:
+            raise InputError(
+                "the transport obstore is not installed", hint="pip install 'lynxkv[obstore]', or use fsspec"
+            ) from error
+        if store.protocol not in ("s3", "http"):
+            raise InputError(f"the transport obstore does not reach {store.url}", hint="it takes s3:// and http(s)://")
+        self.store, self._obstore = store, obstore
+        self._objects: Any = None
+        self._folder = ""
+
+    @asynccontextmanager
+    async def get(self, name: str, start: int, stop: int) -> AsyncIterator[Answer]:
+        """Chunks as the socket gives them."""
+        objects = await self._open()
+        try:
+            result = await self._obstore.get_async(objects, self._folder + name, options={"range": (start, stop)})
+        except self._obstore.exceptions.GenericError as error:
+            if "416" not in str(error):
+                raise
+            yield Answer(chunks=chunks_of(b""))
+            return
+        yield Answer(chunks=result.stream(min_chunk_size=CHUNK_BYTES), size=int(result.meta["size"]))
+
+    async def size(self, name: str) -> int:
+        """As the server says."""
+        return int((await self._obstore.head_async(await self._open(), self._folder + name))["size"])
+
+    async def _open(self) -> Any:
+        if self._objects is None:
+            self._objects = await self._s3() if self.store.protocol == "s3" else self._http()
+        return self._objects
+
+    def _http(self) -> Any:
+        return self._obstore.store.HTTPStore.from_url(self.store.path, client_options=CLIENT, retry_config=RETRIES)
+
+    async def _s3(self) -> Any:
+        """With endpoint, region and credentials as s3fs has them from its settings, the environment or a profile."""
+        fs = self.store.fs
+        client = await fs.set_session()
+        bucket, key, _ = fs.split_path(self.store.path)
+        self._folder = f"{key}/"
+
+        async def credentials() -> dict[str, Any]:
+            found = await client._get_credentials()
+            frozen = await found.get_frozen_credentials()
+            return {
+                "access_key_id": frozen.access_key,
+                "secret_access_key": frozen.secret_key,
+                "token": frozen.token,
+                "expires_at": None,
+            }
+
+        return self._obstore.store.S3Store(
+            bucket,
+            endpoint=client.meta.endpoint_url,
+            region=client.meta.region_name,
+            client_options=CLIENT,
+            retry_config=RETRIES,
+            **({"skip_signature": True} if fs.anon else {"credential_provider": credentials}),
+        )

@@ -1,0 +1,178 @@
+"""Ranges of objects, asked for on an event loop: the part of a store that loading is made of.
+
+http, s3      through the sessions of fsspec's own file systems, as their bytes arrive
+other async   whatever else fsspec reaches asynchronously, a range at a time
+blocking      local disks, memory, sftp and the like, on worker threads
+
+`obstore` (see `obstore_transport.py`) does the same for S3 and HTTP in compiled code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from concurrent.futures import Executor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from fsspec.asyn import AsyncFileSystem
+
+from lynxkv.errors import FetchError, InputError
+from lynxkv.store.prefix import Store
+from lynxkv.store.problems import s3_code
+
+TransportName = Literal["fsspec", "obstore"]
+_CONTENT_RANGE = re.compile(r"bytes (?:\d+-\d+|\*)/(\d+)")
+NO_RANGES_HINT = "the server ignores Range requests; serve the cache from one that honours them"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a store answers to a range: chunks as they arrive, and the size of the whole object if it says so."""
+
+    chunks: AsyncIterator[Any]
+    size: int | None = None
+
+
+class Transport(Protocol):
+    """Reads ranges of the objects of one cache. Errors are those of the backend; see `problems.reading`."""
+
+    is_remote: bool
+    """Whether an answer takes a round trip, so that asking ahead pays."""
+
+    def get(self, name: str, start: int, stop: int) -> AbstractAsyncContextManager[Answer]:
+        """Ask for the bytes [start, stop) of an object; none come where it ends before `start`."""
+        ...
+
+    async def size(self, name: str) -> int:
+        """The size of an object in bytes."""
+        ...
+
+
+def transport_for(store: Store, name: TransportName | Transport, workers: Executor) -> Transport:
+    """The transport called `name` for a store; blocking file systems are read on `workers`.
+
+    Raises:
+        InputError: there is none of that name, or it does not reach this store.
+    """
+    if not isinstance(name, str):
+        return name
+    if name == "obstore":
+        from lynxkv.store.obstore_transport import ObstoreTransport
+
+        return ObstoreTransport(store)
+    if name != "fsspec":
+        raise InputError(f"transport is {name!r}", hint="use fsspec or obstore")
+    if not isinstance(store.fs, AsyncFileSystem):
+        return BlockingTransport(store, workers)
+    kinds: dict[str, type[AsyncTransport]] = {"http": HttpTransport, "s3": S3Transport}
+    return kinds.get(store.protocol, AsyncTransport)(store)
+
+
+class AsyncTransport:
+    """Any asynchronous file system of fsspec."""
+
+    is_remote = True
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.fs = store, store.fs
+
+    @asynccontextmanager
+    async def get(self, name: str, start: int, stop: int) -> AsyncIterator[Answer]:
+        """One chunk."""
+        yield _whole(await self.fs._cat_file(self.store.path_of(name), start=start, end=stop), start, stop)
+
+    async def size(self, name: str) -> int:
+        """As the file system says."""
+        return int((await self.fs._info(self.store.path_of(name)))["size"])
+
+
+class HttpTransport(AsyncTransport):
+    """HTTP and HTTPS."""
+
+    @asynccontextmanager
+    async def get(self, name: str, start: int, stop: int) -> AsyncIterator[Answer]:
+        """Chunks as the socket gives them."""
+        url = self.store.path_of(name)
+        session = await self.fs.set_session()
+        options = dict(self.fs.kwargs)
+        headers = {**options.pop("headers", {}), "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+        async with session.get(self.fs.encode_url(url), headers=headers, **options) as response:
+            if response.status == 416:
+                yield Answer(chunks=chunks_of(b""), size=_total(response.headers.get("Content-Range")))
+                return
+            self.fs._raise_not_found_for_status(response, url)
+            length: int | None = response.content_length
+            # A server may answer with the whole object; that is of use only if it is what was asked for.
+            if response.status != 206 and (start or length is None or length > stop):
+                sent = "all of it" if length is None else f"{length}"
+                raise FetchError(
+                    f"{self.store.url}/{name}: asked for {stop - start} bytes, got {sent}", hint=NO_RANGES_HINT
+                )
+            size = length if response.status != 206 else _total(response.headers.get("Content-Range"))
+            yield Answer(chunks=response.content.iter_any(), size=size)
+
+
+class S3Transport(AsyncTransport):
+    """S3 and what speaks its protocol, through the client that s3fs has made; retries are ours."""
+
+    @asynccontextmanager
+    async def get(self, name: str, start: int, stop: int) -> AsyncIterator[Answer]:
+        """Chunks as the socket gives them."""
+        bucket, key, _ = self.fs.split_path(self.store.path_of(name))
+        await self.fs.set_session()
+        client = await self.fs.get_s3(bucket)
+        try:
+            response = await client.get_object(
+                Bucket=bucket, Key=key, Range=f"bytes={start}-{stop - 1}", **self.fs.req_kw
+            )
+        except Exception as error:
+            if s3_code(error) not in ("InvalidRange", "416"):
+                raise
+            yield Answer(chunks=chunks_of(b""))
+            return
+        async with response["Body"] as body:
+            size = _total(response.get("ContentRange"))
+            if size is None and (start or response["ContentLength"] > stop):
+                raise FetchError(
+                    f"{self.store.url}/{name}: asked for {stop - start} bytes, got {response['ContentLength']}",
+                    hint=NO_RANGES_HINT,
+                )
+            yield Answer(chunks=body.content.iter_any(), size=response["ContentLength"] if size is None else size)
+
+
+class BlockingTransport:
+    """File systems that block: each range occupies a worker thread."""
+
+    def __init__(self, store: Store, workers: Executor) -> None:
+        self.store, self.workers = store, workers
+        self.is_remote = not (store.is_local or store.protocol == "memory")
+
+    @asynccontextmanager
+    async def get(self, name: str, start: int, stop: int) -> AsyncIterator[Answer]:
+        """One chunk."""
+        loop = asyncio.get_running_loop()
+        yield _whole(await loop.run_in_executor(self.workers, self.store.read, name, start, stop), start, stop)
+
+    async def size(self, name: str) -> int:
+        """As the file system says."""
+        return await asyncio.get_running_loop().run_in_executor(self.workers, self.store.size, name)
+
+
+async def chunks_of(data: bytes) -> AsyncIterator[bytes]:
+    """An answer that arrives at once, or nothing at all."""
+    if data:
+        yield data
+
+
+def _whole(data: bytes, start: int, stop: int) -> Answer:
+    """What a file system has read for us: fewer bytes than asked for where the file ends."""
+    ends = 0 < len(data) < stop - start
+    return Answer(chunks=chunks_of(data), size=start + len(data) if ends else None)
+
+
+def _total(content_range: str | None) -> int | None:
+    match = _CONTENT_RANGE.fullmatch(content_range or "")
+    return int(match[1]) if match else None
