@@ -7,14 +7,13 @@ from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any
 
-from lynxkv.errors import InputError
+from lynxkv.errors import FetchError, InputError
 from lynxkv.store.prefix import Store
-from lynxkv.store.transport import Answer, chunks_of
+from lynxkv.store.transport import CHUNK_BYTES, NO_RANGES_HINT, Answer, chunks_of
 
 # Time limits and retries are the caller's, so that both transports behave the same.
 CLIENT: Any = {"allow_http": True, "timeout": timedelta(hours=1)}
 RETRIES: Any = {"max_retries": 0}
-CHUNK_BYTES = 64 << 10
 
 
 class ObstoreTransport:
@@ -41,12 +40,14 @@ class ObstoreTransport:
         objects = await self._open()
         try:
             result = await self._obstore.get_async(objects, self._folder + name, options={"range": (start, stop)})
+        except self._obstore.exceptions.NotSupportedError as error:
+            raise FetchError(f"{self.store.url}/{name}: {error}", hint=NO_RANGES_HINT) from error
         except self._obstore.exceptions.GenericError as error:
             if "416" not in str(error):
                 raise
             yield Answer(chunks=chunks_of(b""))
             return
-        yield Answer(chunks=result.stream(min_chunk_size=CHUNK_BYTES), size=int(result.meta["size"]))
+        yield Answer(chunks=result.stream(min_chunk_size=CHUNK_BYTES // 4), size=int(result.meta["size"]))
 
     async def size(self, name: str) -> int:
         """As the server says."""
@@ -68,8 +69,7 @@ class ObstoreTransport:
         self._folder = f"{key}/"
 
         async def credentials() -> dict[str, Any]:
-            found = await client._get_credentials()
-            frozen = await found.get_frozen_credentials()
+            frozen = await client._request_signer._credentials.get_frozen_credentials()
             return {
                 "access_key_id": frozen.access_key,
                 "secret_access_key": frozen.secret_key,

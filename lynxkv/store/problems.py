@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ LASTING = (
     FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError,
     ValueError, TypeError, AttributeError, ImportError, NotImplementedError,
 )  # fmt: skip
+# What obstore's errors go on with is for its authors.
+QUOTED_FROM = "Debug source:"
+_XML = re.compile(r"<(Code|Message)>([^<]*)</")
 # In the names and words of errors that backends raise beside these.
 LASTING_MARKS = ("credential", "certificate", "permissiondenied", "unauthenticated", "notsupported", "invalidpath")
 
@@ -36,9 +40,20 @@ HINTS: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (("accessdenied", "forbidden", "permission", "401", "403"), "check credentials and permissions"),
     (("permanentredirect", "authorizationheadermalformed", "region"), "check the region: for S3, AWS_REGION"),
-    (("certificate", "ssl"), "check TLS certificates and the machine's clock"),
     (
-        ("could not connect", "cannot connect", "connection refused", "name or service", "name resolution", "resolve"),
+        ("certificate", "sslerror", "ssl_error", "wrong version number"),
+        "check TLS certificates and the machine's clock",
+    ),
+    (
+        (
+            "could not connect",
+            "cannot connect",
+            "connection refused",
+            "name or service",
+            "name resolution",
+            "resolve",
+            "error sending request",
+        ),
         "check the host's name, the port and the network; for S3, AWS_ENDPOINT_URL",
     ),
     (("slowdown", "too many requests", "429", "503"), "the server is overloaded; try again later"),
@@ -60,7 +75,7 @@ def unknown_scheme(url: str, error: Exception) -> InputError:
 
 def words_of(error: BaseException) -> str:
     """What the error, or the server behind it, says."""
-    stated = _answer(error).get("Error", {})
+    stated = _s3_error(error)
     if stated.get("Message"):
         return f"{stated.get('Code')}: {stated['Message']}"
     if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
@@ -71,7 +86,7 @@ def words_of(error: BaseException) -> str:
         return "no answer in time"
     if isinstance(error, NotImplementedError):
         return "this kind of store cannot do that"
-    return str(error) or type(error).__name__
+    return str(error).partition(QUOTED_FROM)[0].strip() or type(error).__name__
 
 
 def hint_of(error: BaseException) -> str:
@@ -80,7 +95,7 @@ def hint_of(error: BaseException) -> str:
         return "this kind of store can only be read; write elsewhere and copy the files there"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "the disk is full; free space or write elsewhere"
-    text = f"{type(error).__name__} {error} {error.__cause__} {s3_code(error)}".lower()
+    text = f"{type(error).__name__} {str(error).partition(QUOTED_FROM)[0]} {error.__cause__} {s3_code(error)}".lower()
     if isinstance(error, PermissionError):
         text += " permission"
     return next(
@@ -94,7 +109,7 @@ def is_lasting(error: BaseException) -> bool:
     status = _status(error)
     if status is not None:
         return 400 <= status < 500 and status not in WORTH_RETRYING
-    text = f"{type(error).__name__} {error}".lower()
+    text = f"{type(error).__name__} {str(error).partition(QUOTED_FROM)[0]}".lower()
     return isinstance(error, LASTING) or any(mark in text for mark in LASTING_MARKS)
 
 
@@ -170,8 +185,14 @@ def _answer(error: BaseException | None) -> dict[str, Any]:
 
 def s3_code(error: BaseException) -> str | None:
     """What S3 calls the error."""
-    code = _answer(error).get("Error", {}).get("Code")
+    code = _s3_error(error).get("Code")
     return None if code is None else str(code)
+
+
+def _s3_error(error: BaseException) -> dict[str, Any]:
+    """Code and message of S3's answer, which obstore quotes as it came."""
+    stated: dict[str, Any] = _answer(error).get("Error", {})
+    return stated or dict(_XML.findall(str(error).partition(QUOTED_FROM)[0]))
 
 
 def _status(error: BaseException) -> int | None:

@@ -25,6 +25,8 @@ from lynxkv.store.problems import s3_code
 
 TransportName = Literal["fsspec", "obstore"]
 _CONTENT_RANGE = re.compile(r"bytes (?:\d+-\d+|\*)/(\d+)")
+# At most so many at once: what has arrived is handed on, and the loop goes round.
+CHUNK_BYTES = 256 << 10
 NO_RANGES_HINT = "the server ignores Range requests; serve the cache from one that honours them"
 
 
@@ -140,7 +142,8 @@ class S3Transport(AsyncTransport):
                     f"{self.store.url}/{name}: asked for {stop - start} bytes, got {response['ContentLength']}",
                     hint=NO_RANGES_HINT,
                 )
-            yield Answer(chunks=body.content.iter_any(), size=response["ContentLength"] if size is None else size)
+            chunks = body.iter_chunks(CHUNK_BYTES)
+            yield Answer(chunks=chunks, size=response["ContentLength"] if size is None else size)
 
 
 class BlockingTransport:

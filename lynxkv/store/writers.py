@@ -2,7 +2,8 @@
 
 local    written beside its final name, flushed, then linked or moved there
 moved    other file systems with folders (sftp, smb, memory): the same, through fsspec
-object   object stores: an object appears when its upload completes
+s3       an object appears when its upload completes, which may be made conditional
+object   other object stores: without the condition
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from lynxkv.format.write import Buffer
+from lynxkv.store.problems import s3_code
 
 # What `os.link` fails with where hard links are not to be had: FAT, some network and container mounts.
 NO_LINKS = frozenset({errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
@@ -48,7 +50,9 @@ def writer_for(fs: Any, path: str) -> Writer:
     """The writer that suits a file system."""
     if isinstance(fs, LocalFileSystem):
         return LocalWriter(Path(path))
-    return ObjectWriter(fs, path) if isinstance(fs, AsyncFileSystem) else MovingWriter(fs, path)
+    if not isinstance(fs, AsyncFileSystem):
+        return MovingWriter(fs, path)
+    return S3Writer(fs, path) if hasattr(fs, "call_s3") else ObjectWriter(fs, path)
 
 
 class LocalWriter:
@@ -141,20 +145,47 @@ class ObjectWriter:
             self.fs.rm_file(f"{self.path}/{name}")
 
 
+class S3Writer(ObjectWriter):
+    """Objects on S3: in parts above 50 MiB, and created on condition that nobody else has created them."""
+
+    def probe(self) -> None:
+        # What needs the same permissions as writing, and leaves nothing.
+        bucket, key, _ = self.fs.split_path(f"{self.path}/{_temporary('probe')}")
+        upload = self.fs.call_s3("create_multipart_upload", Bucket=bucket, Key=key)
+        self.fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload["UploadId"])
+
+    def put(self, name: str, buffers: Iterable[Buffer], *, overwrite: bool) -> None:
+        if overwrite:
+            super().put(name, buffers, overwrite=True)
+            return
+        try:
+            _upload(self.fs, f"{self.path}/{name}", buffers, mode="xb")
+        except Exception as error:
+            if s3_code(error) in ("PreconditionFailed", "ConditionalRequestConflict"):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name) from error
+            if s3_code(error) != "NotImplemented":
+                raise
+            super().put(name, buffers, overwrite=False)  # a server that knows no conditions
+
+
 def _temporary(name: str) -> str:
     return f".{name}.{uuid.uuid4().hex}"
 
 
-def _upload(fs: Any, path: str, buffers: Iterable[Buffer]) -> None:
+def _upload(fs: Any, path: str, buffers: Iterable[Buffer], mode: str = "wb") -> None:
     # Leaving the `with` block of a buffered fsspec file completes it, whatever the reason for leaving.
-    file = fs.open(path, "wb")
+    file = fs.open(path, mode)
     try:
         for buffer in buffers:
             file.write(buffer)
     except BaseException:
         _discard(file)
         raise
-    file.close()
+    try:
+        file.close()
+    except BaseException:
+        _discard(file)
+        raise
 
 
 def _discard(file: Any) -> None:

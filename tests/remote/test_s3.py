@@ -1,0 +1,165 @@
+"""Caches on a real S3 server: the same bits through each transport, one winner, and errors that say what is wrong."""
+
+from __future__ import annotations
+
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+import lynxkv
+from lynxkv.fetch import FetchOptions
+from lynxkv.fetch.reader import CacheReader
+from lynxkv.store import Store
+from lynxkv.store.transport import TransportName
+from lynxkv.testing.kv import random_kv
+
+TRANSPORTS: tuple[TransportName, ...] = ("fsspec", "obstore")
+
+
+@pytest.fixture
+def url(s3: str) -> str:
+    return f"{s3}/{uuid.uuid4().hex}.lynx"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_each_transport_brings_the_same_bits(transport: TransportName, url: str) -> None:
+    pytest.importorskip(transport)
+    kv = random_kv(layers=3, tokens=700)
+    lynxkv.encode(kv, "memory://same.lynx", overwrite=True)
+    lynxkv.encode(kv, url)
+    plain = lynxkv.load("memory://same.lynx")
+    loaded = lynxkv.load(url, options=FetchOptions(transport=transport))
+    for mine, right in zip(loaded.layers, plain.layers, strict=True):
+        assert all(mine.tensors[name].equal(tensor) for name, tensor in right.tensors.items())
+    assert lynxkv.check(url).orphans == ()
+    assert lynxkv.inspect(url).tokens.count == 700
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranges_at_and_behind_the_end(transport: TransportName, url: str) -> None:
+    pytest.importorskip(transport)
+    lynxkv.encode(random_kv(), url)
+    with CacheReader(url, options=FetchOptions(transport=transport), header_only=True) as reader:
+        size = reader.bytes_anchor
+        assert reader.size("anchor.safetensors") == size
+        assert len(reader.read("anchor.safetensors", size - 10, size + 10)) == 10
+        assert reader.read("anchor.safetensors", size, size + 10) == b""
+        assert reader.read("anchor.safetensors", size + 100, size + 200) == b""
+        with pytest.raises(lynxkv.CacheNotFoundError):
+            reader.read("absent", 0, 10)
+        with pytest.raises(lynxkv.CacheNotFoundError):
+            reader.size("absent")
+
+
+def test_what_is_there_is_not_overwritten_unasked(url: str) -> None:
+    lynxkv.encode(random_kv(seed=1), url)
+    with pytest.raises(lynxkv.CacheExistsError):
+        lynxkv.encode(random_kv(seed=2), url)
+    lynxkv.encode(random_kv(seed=2), url, overwrite=True)
+    assert len(lynxkv.check(url).orphans) == 1
+
+
+def test_of_many_writers_one_wins(url: str) -> None:
+    def write(seed: int) -> str | None:
+        try:
+            return lynxkv.encode(random_kv(layers=1, seed=seed), url).cache_id
+        except lynxkv.CacheExistsError:
+            return None
+
+    with ThreadPoolExecutor(6) as pool:
+        winners = [cache_id for cache_id in pool.map(write, range(6)) if cache_id]
+    assert len(winners) == 1
+    report = lynxkv.check(url)
+    assert report.cache_id == winners[0]
+    assert not report.orphans
+
+
+@pytest.mark.slow
+def test_large_objects_are_created_on_condition_too(url: str) -> None:
+    """In several parts, the last of them completed under the condition."""
+    store = Store(url)
+    parts = [bytes(30 << 20)] * 2
+    store._writer.put("big", parts, overwrite=False)
+    assert store.size("big") == 60 << 20
+    with pytest.raises(FileExistsError):
+        store._writer.put("big", parts, overwrite=False)
+    assert not store.fs.list_multipart_uploads(url.split("/")[2])
+    store._writer.remove("big")
+    assert not store.exists("big")
+
+
+def test_a_lost_answer_is_no_lost_race(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store_writer = type(Store(url)._writer)
+    stock = store_writer.put
+
+    def twice(self: Any, name: str, buffers: Any, *, overwrite: bool) -> None:
+        stock(self, name, buffers, overwrite=overwrite)
+        if name.startswith("anchor"):
+            stock(self, name, buffers, overwrite=overwrite)
+
+    monkeypatch.setattr(store_writer, "put", twice)
+    report = lynxkv.encode(random_kv(), url)
+    assert lynxkv.check(url).cache_id == report.cache_id
+
+
+def test_a_missing_cache_is_not_found(url: str) -> None:
+    with pytest.raises(lynxkv.CacheNotFoundError, match=r"there is no anchor\.safetensors"):
+        lynxkv.open(url)
+
+
+def misconfigured(s3: str, what: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A URL, after one thing has been made wrong."""
+    import s3fs
+
+    if what == "bucket":
+        return "s3://no-such-bucket-here/a.lynx"
+    name, value = {
+        "secret": ("AWS_SECRET_ACCESS_KEY", "wrong-secret"),
+        "key": ("AWS_ACCESS_KEY_ID", "AKNOBODY"),
+        "endpoint": ("AWS_ENDPOINT_URL", "http://127.0.0.1:9"),
+        "host": ("AWS_ENDPOINT_URL", "http://no-such-host.invalid"),
+    }[what]
+    monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    return f"{s3}/a.lynx"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("what", "hint"),
+    [
+        ("bucket", "bucket"),
+        ("secret", "credentials"),
+        ("key", "credentials"),
+        ("endpoint", "AWS_ENDPOINT_URL"),
+        ("host", "AWS_ENDPOINT_URL"),
+    ],
+)
+def test_reading_says_what_is_misconfigured(
+    transport: TransportName, what: str, hint: str, s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(transport)
+    url = misconfigured(s3, what, monkeypatch)
+    with pytest.raises(lynxkv.FetchError) as caught:
+        lynxkv.open(url, options=FetchOptions(transport=transport, attempts=2))
+    assert url in str(caught.value)
+    assert hint in str(caught.value.hint), (str(caught.value), caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("what", "hint"), [("secret", "credentials"), ("key", "credentials"), ("host", "AWS_ENDPOINT_URL")]
+)
+def test_writing_says_so_before_any_work(what: str, hint: str, s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = misconfigured(s3, what, monkeypatch)
+    with pytest.raises(lynxkv.StoreError) as caught:
+        Store(url).check_target(overwrite=False)
+    assert hint in str(caught.value.hint), (str(caught.value), caught.value.hint)
+
+
+def test_probing_a_target_leaves_nothing(url: str) -> None:
+    store = Store(url)
+    store.check_target(overwrite=False)
+    assert not store.try_objects()
+    assert not store.fs.list_multipart_uploads(url.split("/")[2])
