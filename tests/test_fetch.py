@@ -125,9 +125,7 @@ def test_remote_caches_are_asked_ahead(
     transport = Remote(inner, tells_size=tells_size)
     kv = lynxkv.load(url, options=FetchOptions(transport=transport))
     assert_equal(kv, lynxkv.load(url))
-    assert [item for item in transport.asked if item[0] == "anchor.safetensors"][:8] == [
-        ("anchor.safetensors", at * first, (at + 1) * first) for at in range(8)
-    ]
+    assert {("anchor.safetensors", at * first, (at + 1) * first) for at in range(8)} <= set(transport.asked)
     assert transport.sizes == (0 if tells_size or first == 1 << 20 else 2)
 
 
