@@ -1,45 +1,207 @@
-"""Segments taken as they arrive, layer by layer: a model step can start on the first layers of a cache."""
+"""A cache on its way into a live one: decoded as it arrives, waited for by layer, so that a model step can start early.
+
+The Anchor comes layer by layer, and so do the values of the Residual, after all keys. A step that asks for its layer
+just before reading it runs while later layers are still on the wire.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from lynxkv.fetch import SegmentPayload, SegmentStream
-from lynxkv.format.index import Segment
+from lynxkv.decoder import CacheDecoder
+from lynxkv.events import AnchorProgress, Event, ResidualProgress, Span, Track
+from lynxkv.fetch import CacheReader, SegmentPayload, SegmentStream
+from lynxkv.layout import Precision
+from lynxkv.models import LiveCache
+
+STAGES: tuple[Precision, ...] = ("anchor", "full", "exact")
 
 
-class Arriving:
-    """Hands segments on in file order, as far as somebody waits for them.
+class ArrivingCache:
+    """Fetches a cache up to the precision `aim`, and decodes it into `cache`, in the thread that waits for it.
+
+    Args:
+        straight: nobody looks at the cache before it has the aim, so lower precisions are not decoded.
+        swap: called before and after the Residual changes the cache, and once when the Anchor is complete.
+        on_event: told of progress and spans.
 
     Attributes:
-        waited_s: seconds that this has taken, decoding included.
+        complete_s: when each precision was reached, in seconds since the cache was opened.
+        waited_s: seconds spent in waiting for layers, decoding included.
     """
 
     def __init__(
         self,
-        segments: Sequence[Segment],
-        stream: SegmentStream,
-        take: Callable[[SegmentStream, SegmentPayload], None],
+        reader: CacheReader,
+        cache: LiveCache,
+        aim: Precision,
+        *,
+        straight: bool,
+        swap: Callable[[], None],
+        on_event: Callable[[Event], None],
     ) -> None:
-        self._stream, self._take, self._arrived = stream, take, iter(stream)
-        self._left = Counter(segment.plan.tensor.layer for segment in segments if segment.plan.tensor is not None)
+        self._reader, self._swap, self._on_event = reader, swap, on_event
+        self._aim: Precision = aim if reader.header.residual is not None else "anchor"
+        self._decoder = CacheDecoder(reader.header, cache, skip_anchor=straight and self._aim != "anchor")
+        self._missing = _missing(reader)
+        self._started_at = time.perf_counter()
+        self._anchor: SegmentStream | None = None
+        self._residual: SegmentStream | None = None
+        self._residual_s = 0.0
+        self._batch_bytes = 0
+        self.complete_s: dict[Precision, float] = {}
         self.waited_s = 0.0
 
-    def wait_for_layer(self, layer: int) -> None:
-        """Take segments until none of this layer is missing."""
+    @property
+    def bytes_total(self) -> int:
+        """Of all that leads to the aim."""
+        return sum(self._stage_bytes(stage) for stage in STAGES[: STAGES.index(self._aim) + 1])
+
+    @property
+    def bytes_done(self) -> int:
+        """Of what has been decoded."""
+        if self._residual is not None:
+            return self._reader.bytes_anchor + self._residual.bytes_done
+        return self._anchor.bytes_done if self._anchor is not None else 0
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Memory of what has been asked for or is being decoded."""
+        streams = [stream for stream in (self._anchor, self._residual) if stream is not None]
+        return self._batch_bytes + sum(stream.bytes_in_flight for stream in streams)
+
+    @property
+    def bytes_codes(self) -> int:
+        """Memory of anchor codes kept for refining."""
+        return self._decoder.resident_bytes
+
+    def has(self, precision: Precision) -> bool:
+        """Whether the cache stores anything of its own for this precision."""
+        return bool(self._missing[precision])
+
+    def complete(self, precision: Precision) -> bool:
+        """Whether every element holds at least `precision`, or the best the cache has."""
+        return self._anchor is not None and self._anchor.done and self._decoder.complete(precision)
+
+    def left_s(self, precision: Precision) -> tuple[float, float]:
+        """Estimates, at the speed so far: seconds until `precision`, and how much of that its last tensors take."""
+        stages = STAGES[: STAGES.index(precision) + 1]
+        left = max(0, sum(map(self._stage_bytes, stages)) - self.bytes_done)
+        tail = min(left, self._stage_bytes(precision) // 2)  # values come after all keys
+        per_byte = (time.perf_counter() - self._started_at) / max(1, self.bytes_done)
+        return left * per_byte, tail * per_byte
+
+    def take_ready(self) -> None:
+        """Decode what of the Residual has arrived, without waiting."""
+        if self._residual is not None:
+            self._refine(self._residual.ready())
+
+    def wait_for_layer(self, precision: Precision, layer: int) -> None:
+        """Decode what arrives until this layer has `precision`, or the best the cache has of it."""
         began = time.perf_counter()
-        while self._left[layer]:
-            self._take_next(next(self._arrived))
+        for stage in STAGES[: STAGES.index(precision) + 1]:
+            while self._missing[stage][layer] > 0:
+                self._take_next()
         self.waited_s += time.perf_counter() - began
 
-    def wait_for_all(self) -> None:
-        """Take what is left."""
-        for payload in self._arrived:
-            self._take_next(payload)
+    def wait_for(self, precision: Precision) -> None:
+        """Decode what arrives until every element has `precision`, or the best the cache has."""
+        while not self.complete(precision):
+            self._take_next()
 
-    def _take_next(self, payload: SegmentPayload) -> None:
-        self._take(self._stream, payload)
-        if payload.segment.plan.tensor is not None:
-            self._left[payload.segment.plan.tensor.layer] -= 1
+    def close(self) -> None:
+        """Ask for nothing more."""
+        for stream in (self._anchor, self._residual):
+            if stream is not None:
+                stream.close()
+
+    def _take_next(self) -> None:
+        if self._anchor is None:
+            self._anchor = self._reader.stream_anchor()
+        if not self._anchor.done:
+            payloads = self._anchor.wait()
+            self._decode(payloads + self._anchor.ready())
+            return
+        self._start_residual()
+        assert self._residual is not None
+        assert not self._residual.done
+        payloads = self._residual.wait()
+        self._refine(payloads + self._residual.ready())
+
+    def _start_residual(self) -> None:
+        if self._residual is None and self._aim != "anchor":
+            self._residual_s = self._now()
+            self._residual = self._reader.start_residual(exact=self._aim == "exact")
+
+    def _decode(self, payloads: list[SegmentPayload]) -> None:
+        assert self._anchor is not None
+        if self._anchor.done:  # the link is free: the Residual is asked for before anything is decoded
+            self._start_residual()
+        began, self._batch_bytes = self._now(), sum(payload.raw.nbytes for payload in payloads)
+        self._decoder.anchor_all(payloads)
+        self._count("anchor", payloads)
+        self._span("decode", began, sum(payload.segment.stored_bytes for payload in payloads))
+        total = self._reader.bytes_anchor
+        self._on_event(AnchorProgress(total if self._anchor.done else self._anchor.bytes_done, total))
+        self._batch_bytes = 0
+        if self._anchor.done:
+            self._span("fetch", 0.0, total)
+            self._reach("anchor")
+            self._swap()
+
+    def _refine(self, payloads: list[SegmentPayload]) -> None:
+        if not payloads:
+            return
+        assert self._residual is not None
+        self._swap()
+        began, self._batch_bytes = self._now(), sum(payload.raw.nbytes for payload in payloads)
+        self._decoder.refine_all(payloads)
+        self._count("exact", [payload for payload in payloads if payload.segment.plan.part == "exact"])
+        self._count("full", [payload for payload in payloads if payload.segment.plan.part != "exact"])
+        self._span("refine", began, sum(payload.segment.stored_bytes for payload in payloads))
+        self._swap()
+        total = self.bytes_total - self._reader.bytes_anchor
+        self._on_event(ResidualProgress(total if self._residual.done else self._residual.bytes_done, total))
+        self._batch_bytes = 0
+        for precision in STAGES[1:]:
+            if self.has(precision) and self.complete(precision):
+                self._reach(precision)
+        if self._residual.done:
+            self._span("fetch", self._residual_s, total)
+
+    def _reach(self, precision: Precision) -> None:
+        self.complete_s.setdefault(precision, self._now())
+        if precision == self._aim:
+            self._decoder.release()
+
+    def _count(self, stage: Precision, payloads: list[SegmentPayload]) -> None:
+        for payload in payloads:
+            if payload.segment.plan.tensor is not None:
+                self._missing[stage][payload.segment.plan.tensor.layer] -= 1
+
+    def _stage_bytes(self, stage: Precision) -> int:
+        return {
+            "anchor": self._reader.bytes_anchor,
+            "full": self._reader.bytes_residual,
+            "exact": self._reader.bytes_exact,
+        }[stage]
+
+    def _span(self, track: Track, began_s: float, amount: int) -> None:
+        self._on_event(Span(track, began_s, self._now(), amount))
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._reader.opened_at
+
+
+def _missing(reader: CacheReader) -> dict[Precision, Counter[int]]:
+    """Segments of each layer, by the precision that they lead to."""
+    tensors = [segment.plan.tensor for segment in reader.anchor_head.segments]
+    missing: dict[Precision, Counter[int]] = {stage: Counter() for stage in STAGES}
+    missing["anchor"].update(tensor.layer for tensor in tensors if tensor is not None)
+    for ref in reader.header.tensors:
+        count = sum(1 for _ in ref.segments())
+        missing["full"][ref.layer] += count if ref.coding.has_residual else 0
+        missing["exact"][ref.layer] += count if ref.coding.exact else 0
+    return {stage: +layers for stage, layers in missing.items()}

@@ -1,7 +1,8 @@
 """When drafting pays: estimates of a run's speeds, and what one more draft token costs and gains.
 
-While the Residual is in flight the model is idle, so a draft token costs only what it adds to the verification pass,
-and what its step overruns the Residual's arrival by. It gains a step of plain decoding, if it and all before it pass.
+While the Residual is in flight the model is idle, so a draft token costs nothing until it delays the end of the
+verification pass. That pass runs layer by layer behind the last tensors of the Residual. A token gains a step of plain
+decoding, if it and all before it pass.
 """
 
 from __future__ import annotations
@@ -56,17 +57,33 @@ class Pace:
         passed, failed = passed + self._passed[target], failed + self._failed[target]
         return passed / (passed + failed)
 
-    def pays(self, target: Precision, *, drafted: int, pending: int, left_s: float) -> bool:
-        """Whether to propose one more token after `drafted` ones, while the target cache is `left_s` seconds away.
+    def pays(
+        self, target: Precision, *, drafted: int, pending: int, suffix: int, left_s: float, tail_s: float = 0.0
+    ) -> bool:
+        """Whether to propose one more token after `drafted` ones. Without any measurement the answer is yes.
 
-        `pending` tokens have to be run for it, perhaps none. Without any measurement the answer is yes: a step tells.
+        Args:
+            pending: tokens that have to be run for it, perhaps none.
+            suffix: tokens that the verification pass runs before the draft.
+            left_s: seconds until the target cache is complete.
+            tail_s: the last part of that, which a pass can run behind.
         """
         if self.token_s is None:
             return True
-        step_s = self.token_s + (pending - 1) * self.row_s if pending else 0.0
-        gain_s = self.acceptance(target) ** (drafted + 1) * self.token_s
-        return gain_s > self.row_s + max(0.0, step_s - left_s)
+        step_s = self._step_s(pending)
+        now_s = _verified_s(0.0, self._step_s(suffix + drafted), left_s, tail_s)
+        later_s = _verified_s(step_s, self._step_s(suffix + drafted + 1), left_s, tail_s)
+        return self.acceptance(target) ** (drafted + 1) * self.token_s > later_s - now_s
+
+    def _step_s(self, tokens: int) -> float:
+        assert self.token_s is not None
+        return self.token_s + (tokens - 1) * self.row_s if tokens else 0.0
 
     def is_poor(self, target: Precision, drafted: int, accepted: int) -> bool:
         """Whether a verification came out worse than the estimate before it makes likely."""
         return accepted < drafted and 1 - self.acceptance(target) ** (accepted + 1) < SURPRISE
+
+
+def _verified_s(begin_s: float, pass_s: float, left_s: float, tail_s: float) -> float:
+    """When a pass ends that may begin now or later: not before what it runs behind, nor before the target is there."""
+    return max(left_s, max(begin_s, left_s - tail_s) + pass_s)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from functools import partial
 from types import TracebackType
 from typing import Literal, Self
@@ -23,13 +22,12 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from lynxkv.arriving import Arriving
+from lynxkv.arriving import ArrivingCache
 from lynxkv.choices import Verify
-from lynxkv.decoder import CacheDecoder, check_exact_destination, check_precision
+from lynxkv.decoder import check_exact_destination, check_precision
 from lynxkv.draft import SUFFIX_CHUNK_TOKENS, Draft, propose
 from lynxkv.errors import InputError
 from lynxkv.events import (
-    AnchorProgress,
     Drafted,
     Event,
     GenerateResult,
@@ -37,12 +35,11 @@ from lynxkv.events import (
     Phase,
     Provisional,
     Rejected,
-    ResidualProgress,
     Span,
     Track,
     Verified,
 )
-from lynxkv.fetch import CacheReader, SegmentPayload, SegmentStream
+from lynxkv.fetch import CacheReader
 from lynxkv.identity import check_identity
 from lynxkv.layout import Precision, TensorName
 from lynxkv.models import DecoderModel
@@ -55,7 +52,7 @@ from lynxkv.verify import Acceptance, accept
 # Bounds the memory of a draft's distributions, and of the logits and distributions of its verification.
 DRAFT_BYTES = 256 << 20
 Speculate = Literal["auto", "off"] | int
-# What the text is verified against, one after the other.
+# What a draft is verified against, one after the other; the last is the target.
 STAGES: dict[Verify, tuple[Precision, ...]] = {"none": (), "full": ("full",), "exact": ("full", "exact")}
 
 
@@ -101,15 +98,12 @@ def generate(
     ) as run:
         run.take_first_from_logits()
         if not run.text.stopped:
-            run.decode_anchor()
-            for precision in run.stages:
-                if run.decoder.complete(precision):
+            for precision in run.draft_stages:
+                if run.arriving.complete(precision):
                     continue
                 run.draft_while_refining(precision)
-                run.refine_rest(precision)
-                if not run.target_reached:
-                    run.verify_provisionally()
-            run.decoder.release()
+                if precision != run.target and not run.arriving.complete(run.target):
+                    run.verify_provisionally(precision)
             run.verify_draft()
             run.decode_on()
         return run.result()
@@ -131,14 +125,12 @@ class _Run:
         pace: Pace | None,
         on_event: Callable[[Event], None],
     ) -> None:
-        self.started_at = time.perf_counter()
         header = reader.header
         check_identity(header.identity, model.identity)
         check_precision(header, "exact" if verify == "exact" else "full")
         self.reader, self.model, self.sampling, self.on_event = reader, model, sampling, on_event
-        self.verify: Verify = verify
-        # Without a draft there is nothing to verify on the way to the target.
-        self.stages = STAGES[verify][-1:] if speculate == "off" else STAGES[verify]
+        self.target: Precision = (STAGES[verify] or ("anchor",))[-1]
+        self.speculates = speculate != "off"
         self.auto, self.pace = speculate == "auto", pace or Pace()
         prompt = place(
             reader,
@@ -166,9 +158,16 @@ class _Run:
         )
         if verify == "exact":
             check_exact_destination(header, self.cache.target(0, next(iter(header.layers[0].tensors))).dtype)
-        self.decoder = CacheDecoder(header, self.cache)
-        self.residual: SegmentStream | None = None
-        self.residual_started_s = 0.0
+        self.arriving = ArrivingCache(
+            reader,
+            self.cache,
+            self.target,
+            straight=speculate == "off",
+            swap=self._swap_last,
+            on_event=self._report,
+        )
+        drafts = self.stage_tokens and self.max_draft_tokens
+        self.draft_stages = [stage for stage in STAGES[verify] if drafts and self.arriving.has(stage)]
         # What a draft starts from: the suffix, or what is left of it, and logits if nothing is.
         self.pending_ids: Sequence[int] = self.suffix_ids
         self.pending_logits: Tensor | None = None
@@ -179,18 +178,12 @@ class _Run:
         # Tokens that each verification looked at, and those it let pass.
         self.outcomes: list[tuple[int, int]] = []
         self.notes: list[str] = []
+        self.bytes_given = 0
         self.aside: dict[tuple[int, TensorName], Tensor] = {}
-        self.bytes_anchor = 0
         self.peak_parts: dict[str, int] = {}
-        self.complete_s: dict[Precision, float] = {}
         self.first_draft_s: float | None = None
         self.first_provisional_s: float | None = None
         self.first_verified_s: float | None = None
-
-    @property
-    def target_reached(self) -> bool:
-        """Whether the cache holds what the text is to be verified against."""
-        return self.decoder.complete(self.stages[-1])
 
     def take_first_from_logits(self) -> None:
         """The original's next token, if the prompt ends with the cache: no KV is needed to tell it."""
@@ -198,7 +191,7 @@ class _Run:
             return
         stored = self.reader.logits()
         assert stored is not None
-        self.bytes_anchor = self.reader.anchor_head.header_bytes + stored.nbytes
+        self.bytes_given = self.reader.anchor_head.header_bytes + stored.nbytes
         logits = torch.from_numpy(stored.copy()).to(self.model.device)
         self._measure(logits=logits.nbytes)
         token = draw(self.sampling.distribution(logits, self._history([])), self.generator)
@@ -206,30 +199,13 @@ class _Run:
         self.suffix_ids = self.pending_ids = [token]
         self.draft_stream = self._new_stream()
 
-    def decode_anchor(self) -> None:
-        """Fetch the Anchor into the cache; the suffix runs on each layer as it arrives, if a draft is to follow."""
-        self.on_event(Phase("anchor"))
-        with closing(self.reader.stream_anchor()) as stream:
-            anchor = Arriving(self.reader.anchor_head.segments, stream, self._take_anchor)
-            anchor.wait_for_layer(0)
-            if self._suffix_starts_early(stream):
-                self.cache.on_layer = anchor.wait_for_layer
-                chunk = self.pending_ids[:SUFFIX_CHUNK_TOKENS]
-                self.pending_logits = self._step("draft", chunk, waited=lambda: anchor.waited_s)
-                self.pending_ids = self.pending_ids[len(chunk) :]
-                self.cache.on_layer = None
-            anchor.wait_for_all()
-        assert self.decoder.complete_anchor
-        self.bytes_anchor = self.reader.bytes_anchor
-        self.on_event(AnchorProgress(self.bytes_anchor, self.bytes_anchor))
-        self._swap_last()
-
     def draft_while_refining(self, precision: Precision) -> None:
         """Propose tokens on the cache as it is, refining it between model steps with what has arrived."""
         limit = min(self.max_draft_tokens, len(self.draft.token_ids) + self.stage_tokens)
         if len(self.draft.token_ids) >= limit or self.draft.ended(self.model.eos_token_ids):
             return
-        assert self.residual is not None
+        if not self.arriving.complete("anchor"):
+            self._decode_anchor(precision)
         self.on_event(Phase("draft"))
         before = len(self.draft.token_ids)
         for token in propose(
@@ -246,33 +222,21 @@ class _Run:
         ):
             if self.first_draft_s is None and not self.outcomes:
                 self.first_draft_s = self._now()
-            self._measure(in_flight=self.residual.bytes_in_flight, logits=self.draft.q[-1].nbytes)
+            self._measure(logits=self.draft.q[-1].nbytes)
             self.draft_text.append(self.draft_stream.push(token))
             self.on_event(Drafted(token, self.draft_text[-1]))
         if self.auto and len(self.draft.token_ids) == before:
             self._note(f"no draft: the {precision} cache is there before a draft would pay")
 
-    def refine_rest(self, precision: Precision) -> None:
-        """Wait until the cache has this precision."""
-        assert self.residual is not None
-        if not self.decoder.complete(precision):
-            self.on_event(Phase("refine"))
-        while not (self.decoder.complete(precision) or self.residual.done):
-            self._refine(self.residual.wait())
-        assert self.decoder.complete(precision)
-        if self.target_reached:
-            self.on_event(ResidualProgress(self._residual_total, self._residual_total))
-            self._span("fetch", self.residual_started_s, self._residual_total)
-
-    def verify_provisionally(self) -> None:
-        """What passes the cache as it now is, correction included, becomes the draft that the target verifies.
+    def verify_provisionally(self, precision: Precision) -> None:
+        """What passes this precision, correction included, becomes the draft that the target verifies.
 
         Its distributions are those of this pass: whatever it was drawn from before, it now follows them.
         """
         drafted = self.draft.token_ids
-        outcome, p = self._pass_over_draft()
+        outcome, p = self._pass_over_draft(precision)
         passed = drafted[: outcome.accepted]
-        self._learn("full", len(drafted), outcome.accepted)
+        self._learn(precision, len(drafted), outcome.accepted)
         if outcome.accepted < len(drafted) or not self.draft.ended(self.model.eos_token_ids):
             passed = [*passed, outcome.next_token][: self.max_draft_tokens]
         self._count(len(drafted), outcome.accepted)
@@ -285,10 +249,9 @@ class _Run:
     def verify_draft(self) -> None:
         """What passes the target stands. Without a draft this is the first step of plain decoding."""
         drafted, before = self.draft.token_ids, len(self.text.token_ids)
-        outcome, _ = self._pass_over_draft()
+        outcome, _ = self._pass_over_draft(self.target)
         self._stand(drafted[: outcome.accepted])
-        if self.stages:
-            self._learn(self.stages[-1], len(drafted), outcome.accepted)
+        self._learn(self.target, len(drafted), outcome.accepted)
         self._count(len(drafted), len(self.text.token_ids) - before)
         if not self.text.stopped:
             self._stand([outcome.next_token])
@@ -307,6 +270,7 @@ class _Run:
         """What `generate` returns."""
         assert self.text.stopped is not None
         assert self.first_verified_s is not None
+        complete_s = self.arriving.complete_s
         (drafted, accepted), (provisional, accepted_exact) = [*self.outcomes, (0, 0), (0, 0)][:2]
         return GenerateResult(
             text=self.text.text,
@@ -316,16 +280,16 @@ class _Run:
             accepted=accepted,
             provisional=provisional,
             accepted_exact=accepted_exact,
-            anchor_s=self.complete_s.get("anchor"),
+            anchor_s=complete_s.get("anchor"),
             first_draft_s=self.first_draft_s,
-            full_s=self.complete_s.get("full"),
+            full_s=complete_s.get("full"),
             first_provisional_s=self.first_provisional_s,
-            exact_s=self.complete_s.get("exact"),
+            exact_s=complete_s.get("exact"),
             first_verified_s=self.first_verified_s,
             total_s=self._now(),
-            bytes_anchor=self.bytes_anchor,
-            bytes_residual=self.reader.bytes_residual if "full" in self.complete_s else 0,
-            bytes_exact=self.reader.bytes_exact if "exact" in self.complete_s else 0,
+            bytes_anchor=self.reader.bytes_anchor if "anchor" in complete_s else self.bytes_given,
+            bytes_residual=self.reader.bytes_residual if "full" in complete_s else 0,
+            bytes_exact=self.reader.bytes_exact if "exact" in complete_s else 0,
             peak_bytes=sum(self.peak_parts.values()),
             peak_parts=self.peak_parts,
             stopped=self.text.stopped,
@@ -339,73 +303,58 @@ class _Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.cache.on_layer = None
-        if self.residual is not None:
-            self.residual.close()
+        self.arriving.close()
 
-    def _take_anchor(self, stream: SegmentStream, payload: SegmentPayload) -> None:
-        """Decode one segment. The Residual is asked for as soon as all of the Anchor has arrived."""
-        if stream.done and self.residual is None and self.stages and self.reader.header.residual is not None:
-            self.residual = self.reader.start_residual(exact=self.verify == "exact")
-            self.residual_started_s = self._now()
-        began = self._now()
-        self.decoder.anchor(payload)
-        self._span("decode", began, payload.segment.stored_bytes)
-        self._measure(in_flight=stream.bytes_in_flight + payload.raw.nbytes)
-        self.on_event(AnchorProgress(stream.bytes_done, self.reader.bytes_anchor))
-        if self.decoder.complete_anchor and "anchor" not in self.complete_s:
-            self.complete_s["anchor"] = self._now()
-            self._span("fetch", 0.0, self.reader.bytes_anchor)
-
-    def _suffix_starts_early(self, anchor: SegmentStream) -> bool:
-        """Whether the suffix is to run while the Anchor arrives: a draft follows, and no cached position runs again.
-
-        With the first layer of the Anchor there, the link's speed is known.
-        """
-        if not (self.stages and self.stage_tokens and self.max_draft_tokens):
-            return False
-        if self.base < self.reader.header.tokens.stop or self.decoder.complete(self.stages[0]):
-            return False
-        return not self.auto or self._pays(self.stages[0], len(self.pending_ids), anchor.bytes_done)
+    def _decode_anchor(self, target: Precision) -> None:
+        """Fetch the Anchor; the suffix runs on each layer as it arrives, if a draft pays at the speed of the first."""
+        self.on_event(Phase("anchor"))
+        self.arriving.wait_for_layer("anchor", 0)
+        if self._can_wait_by_layer and (not self.auto or self._pays(target, len(self.pending_ids))):
+            chunk = self.pending_ids[:SUFFIX_CHUNK_TOKENS]
+            self.pending_logits = self._step("draft", chunk, on="anchor")
+            self.pending_ids = self.pending_ids[len(chunk) :]
+        self.arriving.wait_for("anchor")
 
     def _draft_goes_on(self, precision: Precision, pending: int) -> bool:
         """Refine with what has arrived, and say whether one more proposal, `pending` tokens away, is wanted."""
-        assert self.residual is not None
-        self._refine(self.residual.ready())
-        if not self.auto:
-            return True
-        done = self.reader.bytes_anchor + self.residual.bytes_done
-        return not self.decoder.complete(precision) and self._pays(precision, pending, done)
+        self.arriving.take_ready()
+        return not self.auto or (not self.arriving.complete(precision) and self._pays(precision, pending))
 
-    def _pays(self, precision: Precision, pending: int, done_bytes: int) -> bool:
-        """Whether one more proposal is worth its cost; `done_bytes` of the cache have arrived."""
-        total = self.reader.bytes_anchor + self.reader.bytes_residual
-        if precision == "exact":
-            total += self.reader.bytes_exact
-        left_s = max(0, total - done_bytes) / max(1, done_bytes) * (time.perf_counter() - self.started_at)
-        return self.pace.pays(precision, drafted=len(self.draft.token_ids), pending=pending, left_s=left_s)
+    def _pays(self, target: Precision, pending: int) -> bool:
+        """Whether one more proposal, `pending` tokens away, is worth its cost."""
+        left_s, tail_s = self.arriving.left_s(target)
+        return self.pace.pays(
+            target,
+            drafted=len(self.draft.token_ids),
+            pending=pending,
+            suffix=len(self.suffix_ids),
+            left_s=left_s,
+            tail_s=tail_s if self._can_wait_by_layer else 0.0,
+        )
 
-    def _step(
-        self,
-        track: Track,
-        token_ids: Sequence[int],
-        *,
-        rows: int = 1,
-        waited: Callable[[], float] = lambda: 0.0,
-    ) -> Tensor:
-        """Run `token_ids` after what the cache holds; logits f32 [rows, V]. `waited` is what the cache took of it."""
-        began, before = self._now(), waited()
+    @property
+    def _can_wait_by_layer(self) -> bool:
+        """Whether a step may run while its cache arrives: not if it writes to cached positions."""
+        return self.base == self.reader.header.tokens.stop
+
+    def _step(self, track: Track, token_ids: Sequence[int], *, rows: int = 1, on: Precision | None = None) -> Tensor:
+        """Run `token_ids` after what the cache holds, each layer once it has the precision `on`; f32 [rows, V]."""
+        began, waited_s = self._now(), self.arriving.waited_s
+        if on is not None:
+            self.cache.on_layer = partial(self.arriving.wait_for_layer, on)
         logits = self.model.step(self.cache, token_ids, rows=rows)
-        seconds = self._now() - began - (waited() - before)
+        self.cache.on_layer = None
+        seconds = self._now() - began - (self.arriving.waited_s - waited_s)
         self.pace.stepped(len(token_ids), seconds)
         self.on_event(Span(track, self._now() - seconds, self._now(), len(token_ids)))
         return logits
 
     def _learn(self, target: Precision, drafted: int, accepted: int) -> None:
         """Keep how a draft has fared against `target`, and say so if it was badly."""
-        if self.pace.is_poor(target, drafted, accepted):
+        if target == "full" and self.pace.is_poor(target, drafted, accepted):
             self._note(
-                f"only {accepted} of {drafted} draft tokens passed the {target} cache: its Anchor is coarse for this "
-                "text; `lynxkv encode --codec quality` makes a finer one"
+                f"only {accepted} of {drafted} draft tokens passed: the Anchor is coarse for this text; "
+                "`lynxkv encode --codec quality` makes a finer one"
             )
         self.pace.verified(target, drafted, accepted)
 
@@ -413,18 +362,21 @@ class _Run:
         self.notes.append(text)
         self.on_event(Note(text))
 
-    def _span(self, track: Track, began_s: float, amount: int) -> None:
-        self.on_event(Span(track, began_s, self._now(), amount))
+    def _pass_over_draft(self, precision: Precision) -> tuple[Acceptance, list[Tensor]]:
+        """One pass over suffix and draft on the cache at this precision; what the draft left in it is overwritten.
 
-    def _pass_over_draft(self) -> tuple[Acceptance, list[Tensor]]:
-        """One pass over suffix and draft on the cache as it now is; what the draft left in it is overwritten.
-
-        Returns what the acceptance rule says, and p [V] for each accepted token and the one after them.
+        It runs behind what is still to arrive. Returns what the acceptance rule says, and p [V] for each accepted token
+        and the one after them.
         """
         drafted = self.draft.token_ids
+        if not self.arriving.complete(precision):
+            self.on_event(Phase("refine" if self.arriving.complete("anchor") else "anchor"))
+        if not (self.speculates and self._can_wait_by_layer):
+            self.arriving.wait_for(precision)
         self.on_event(Phase("verify" if drafted else "decode"))
         self.cache.rollback(self.base)
-        logits = self._step("verify", [*self.suffix_ids, *drafted], rows=len(drafted) + 1)
+        logits = self._step("verify", [*self.suffix_ids, *drafted], rows=len(drafted) + 1, on=precision)
+        self.arriving.wait_for(precision)
         self._measure(logits=logits.nbytes)
         rows: list[Tensor] = []
 
@@ -443,22 +395,6 @@ class _Run:
         if accepted < drafted:
             self.on_event(Rejected(self.draft.token_ids[accepted:], "".join(self.draft_text[accepted:])))
 
-    def _refine(self, payloads: Sequence[SegmentPayload]) -> None:
-        if not payloads:
-            return
-        assert self.residual is not None
-        self._swap_last()
-        for payload in payloads:
-            began = self._now()
-            self.decoder.refine(payload)
-            self._span("refine", began, payload.segment.stored_bytes)
-            self._measure(in_flight=self.residual.bytes_in_flight + payload.raw.nbytes)
-            self.on_event(ResidualProgress(self.residual.bytes_done, self._residual_total))
-        self._swap_last()
-        for precision in STAGES[self.verify]:
-            if self.decoder.complete(precision):
-                self.complete_s.setdefault(precision, self._now())
-
     def _swap_last(self) -> None:
         """Stored values of cached positions that the model runs again, against what it wrote there.
 
@@ -473,15 +409,11 @@ class _Run:
                 place.copy_(self.aside.get((number, name), written))
                 self.aside[number, name] = written
 
-    @property
-    def _residual_total(self) -> int:
-        return self.reader.bytes_residual + (self.reader.bytes_exact if self.verify == "exact" else 0)
-
     def _precision(self) -> Precision:
         """Of the cache that the text follows."""
-        if self.verify == "exact":
-            return "exact"
-        return "full" if self.decoder.complete_full else "anchor"
+        if self.target == "anchor" and not self.arriving.has("full"):
+            return "full"
+        return self.target
 
     def _new_stream(self) -> TextStream:
         """Text that goes on after what stands."""
@@ -492,7 +424,7 @@ class _Run:
 
     def _longest_draft(self) -> int:
         """Tokens a draft can reach: each stage adds its own and the correction of the one before."""
-        return min(self.max_draft_tokens, len(self.stages) * (self.stage_tokens + 1))
+        return min(self.max_draft_tokens, 2 * (self.stage_tokens + 1))
 
     def _stand(self, token_ids: Sequence[int]) -> None:
         """Add tokens to the verified text, as far as it goes on."""
@@ -511,11 +443,16 @@ class _Run:
         """Ids of all tokens before the next one; not put together where sampling does not look at them."""
         return [*self.history, *self.suffix_ids, *new_ids] if self.sampling.needs_history else []
 
-    def _measure(self, *, in_flight: int = 0, logits: int = 0) -> None:
+    def _report(self, event: Event) -> None:
+        """What the arriving cache tells, passed on."""
+        self._measure()
+        self.on_event(event)
+
+    def _measure(self, *, logits: int = 0) -> None:
         parts = {
             "cache": self.cache.nbytes,
-            "codes": self.decoder.resident_bytes,
-            "in_flight": in_flight,
+            "codes": self.arriving.bytes_codes,
+            "in_flight": self.arriving.bytes_in_flight,
             "logits": logits + self.draft.nbytes,
         }
         if sum(parts.values()) > sum(self.peak_parts.values()):

@@ -11,10 +11,10 @@ def pace(*, token_s: float = 0.03, row_s: float = 0.001) -> Pace:
     return Pace(token_s=token_s, row_s=row_s)
 
 
-def window(pace: Pace, left_s: float = 1e9) -> int:
+def window(pace: Pace, left_s: float = 1e9, tail_s: float = 0.0) -> int:
     """Tokens that a draft has when it stops paying, the target being so far away at every step."""
     drafted = 0
-    while pace.pays("full", drafted=drafted, pending=1, left_s=left_s):
+    while pace.pays("full", drafted=drafted, pending=1, suffix=1, left_s=left_s, tail_s=tail_s):
         drafted += 1
     return drafted
 
@@ -31,7 +31,7 @@ def test_speeds_come_from_steps_of_any_order() -> None:
 
 
 def test_without_a_measurement_a_step_tells() -> None:
-    assert Pace().pays("full", drafted=0, pending=500, left_s=0.0)
+    assert Pace().pays("full", drafted=0, pending=500, suffix=500, left_s=0.0)
 
 
 def test_a_draft_ends_where_a_row_costs_more_than_the_token_gains() -> None:
@@ -41,14 +41,26 @@ def test_a_draft_ends_where_a_row_costs_more_than_the_token_gains() -> None:
     assert window(pace(row_s=0.03)) == 0
 
 
-def test_a_step_may_not_overrun_the_targets_arrival_by_more_than_it_gains() -> None:
-    assert pace().pays("full", drafted=0, pending=1, left_s=0.003)
-    assert not pace().pays("full", drafted=0, pending=1, left_s=0.001)
+def test_a_step_may_not_delay_the_verification_by_more_than_it_gains() -> None:
+    def first(pending: int, left_s: float) -> bool:
+        return pace().pays("full", drafted=0, pending=pending, suffix=max(1, pending), left_s=left_s)
+
+    assert first(1, 0.003)
+    assert not first(1, 0.001)
     # a suffix of 100 tokens takes 129 ms: waiting is better if the target is due in 90
-    assert pace().pays("full", drafted=0, pending=100, left_s=0.11)
-    assert not pace().pays("full", drafted=0, pending=100, left_s=0.09)
+    assert first(100, 0.11)
+    assert not first(100, 0.09)
     # with the suffix run already the first token costs a row only
-    assert pace().pays("full", drafted=0, pending=0, left_s=0.0)
+    assert first(0, 0.0)
+
+
+def test_rows_are_free_while_the_pass_runs_behind_the_last_tensors() -> None:
+    # 30 ms and 1 ms a row end within the tail of 200 ms as long as there are 170 rows
+    assert window(pace(), tail_s=0.2) > window(pace())
+    # close to the target a step keeps the pass from starting: 0.96 * 30 ms does not pay for a delay of 30 ms
+    near = {"drafted": 0, "pending": 1, "suffix": 1, "left_s": 0.03}
+    assert pace().pays("full", **near)  # type: ignore[arg-type]
+    assert not pace().pays("full", **near, tail_s=0.03)  # type: ignore[arg-type]
 
 
 def test_verifications_move_the_window() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from lynxkv import fetch
 from lynxkv.codecs.uniform import Uniform
 from lynxkv.encoder import encode
 from lynxkv.errors import FetchError, IdentityError, InputError
@@ -157,23 +158,36 @@ def test_a_residual_that_is_there_already_leaves_nothing_to_speculate(llama: Mod
     assert got.notes == ["no draft: the full cache is there before a draft would pay"]
 
 
-@pytest.mark.parametrize(("speculate", "early"), [(4, True), ("auto", True), ("off", False)])
-def test_the_suffix_runs_on_the_first_layers_while_the_others_arrive(
-    llama: Model, url: str, monkeypatch: pytest.MonkeyPatch, speculate: Any, early: bool
+@pytest.mark.parametrize(
+    ("options", "early"),
+    [({"speculate": 4}, True), ({}, True), ({"verify": "none"}, True), ({"speculate": "off"}, False)],
+)
+@pytest.mark.parametrize("codec", [None, "int8"])
+def test_a_step_runs_on_the_first_layers_while_the_others_arrive(
+    llama: Model, url: str, monkeypatch: pytest.MonkeyPatch, codec: Any, options: dict[str, Any], early: bool
 ) -> None:
-    make_cache(llama, url)
-    events: list[Event] = []
-    decoded_before_step: list[int] = []
+    make_cache(llama, url, codec=codec)
+    # One segment a range, and none taken before it is waited for.
+    monkeypatch.setattr(fetch, "RANGE_BYTES", 1)
+    monkeypatch.setattr(fetch.SegmentStream, "ready", lambda self: [])
+    decoded = 0
+    decoded_before_steps: list[int] = []
     step = Model.step
 
     def spy(self: Model, *args: Any, **options: Any) -> Any:
-        decoded_before_step.append(sum(isinstance(event, Span) and event.track == "decode" for event in events))
+        decoded_before_steps.append(decoded)
         return step(self, *args, **options)
 
+    def count(event: Event) -> None:
+        nonlocal decoded
+        decoded += isinstance(event, Span) and event.track == "decode"
+
+    want = plain_decoding(llama, url, [5, 6], 4) if options.get("verify") != "none" else None
     monkeypatch.setattr(Model, "step", spy)
-    with ScriptedReader(url) as reader:
-        generate(reader, llama, [5, 6], max_new_tokens=4, speculate=speculate, on_event=events.append)
-    assert (decoded_before_step[0] < decoded_before_step[-1]) is early
+    with open_cache(url) as reader:
+        got = generate(reader, llama, [5, 6], max_new_tokens=4, on_event=count, **options)
+    assert want in (got.token_ids, None)
+    assert (decoded_before_steps[0] < decoded_before_steps[-1]) is early
 
 
 def test_a_draft_that_fares_worse_than_was_learnt_is_told(llama: Model, url: str) -> None:
@@ -189,7 +203,7 @@ def test_a_draft_that_fares_worse_than_was_learnt_is_told(llama: Model, url: str
         assert got.notes == []
         assert pace.acceptance("full") > before
     assert got.notes == [
-        f"only {got.accepted} of {got.drafted} draft tokens passed the full cache: its Anchor is coarse for this text; "
+        f"only {got.accepted} of {got.drafted} draft tokens passed: the Anchor is coarse for this text; "
         "`lynxkv encode --codec quality` makes a finer one"
     ]
     assert pace.acceptance("full") < before
