@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lynxkv_cli import bench_kernels
+from lynxkv_cli import bench_decode, bench_kernels
 from lynxkv_cli._errors import UsageProblem
 from lynxkv_cli._options import Json, Quiet, read_text
 from lynxkv_cli._output import Output, Progress, can_style
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 HELP = """Example: lynxkv bench codec --quick
 
-Measure codecs on real caches, kernels on this machine.
+Measure codecs on real caches, answers from caches behind links, kernels on this machine.
 """
 
 CODEC_HELP = """Example: lynxkv bench codec --quick
@@ -38,9 +37,11 @@ the Residual leads on to the original's bits.
 """
 
 BASELINES = ("int8", "int4", "alg1:alpha=100,chunk_dtype=f32")
-TABLE_WIDTH = 240  # no column is ever cut short
 
 app = typer.Typer(help=HELP, no_args_is_help=False, rich_markup_mode=None)
+app.command("decode", help=bench_decode.HELP, short_help="Time to the first tokens, from caches behind links.")(
+    bench_decode.decode
+)
 app.command("kernels", help=bench_kernels.HELP, short_help="Speed of the kernels beside a copy.")(bench_kernels.kernels)
 
 
@@ -129,17 +130,17 @@ def _progress(output: Output, bars: Progress) -> Progress:
     return lambda stage, done, total: output.note(f"{done} of {total} cells") if stage == "codecs" else None
 
 
-def render(bench: CodecBench, table: Sequence[Row], compared: Sequence[Comparison]) -> str:
+def render(bench: CodecBench, all_rows: Sequence[Row], compared: Sequence[Comparison]) -> str:
     """The rows and the comparisons as text, one table a length and kind."""
     parts = []
     for tokens in bench.plan.tokens:
-        measured = [row for row in table if row.tokens == tokens]
+        measured = [row for row in all_rows if row.tokens == tokens]
         parts.append(_heading(bench.plan, measured[0]))
-        parts.append(_table(COLUMNS, [[show(row) for show in COLUMNS.values()] for row in measured]))
+        parts.append(table(COLUMNS, measured))
         for baseline in dict.fromkeys(item.baseline for item in compared):
             against = [item for item in compared if (item.tokens, item.baseline) == (tokens, baseline)]
             parts.append(f"against {baseline}, paired; 95 % intervals")
-            parts.append(_table(PAIRED, [[show(item) for show in PAIRED.values()] for item in against]))
+            parts.append(table(PAIRED, against))
     return "\n".join(parts).rstrip()
 
 
@@ -180,19 +181,3 @@ def _interval(interval: Interval | None, form: str) -> str:
     if interval is None:
         return ""
     return f"{interval.value:{form}} [{interval.low:{form}}, {interval.high:{form}}]"
-
-
-def _table(columns: dict[str, Any], cells: Sequence[Sequence[str]]) -> str:
-    """A rich table without colours: the same in a terminal, a pipe and a document."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for number, name in enumerate(columns):
-        table.add_column(name, justify="right" if number else "left", no_wrap=True)
-    for row in cells:
-        table.add_row(*row)
-    console = Console(file=StringIO(), width=TABLE_WIDTH, color_system=None)
-    console.print(table)
-    lines: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in lines.splitlines()) + "\n"

@@ -1,0 +1,86 @@
+"""`lynxkv bench decode` on a tiny model: the rows it makes, the sizes they state, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jsonschema
+import pytest
+
+from lynxkv import checkpoints
+from lynxkv.bench.decode import DecodeRow, Speedup
+from lynxkv.testing.tiny_models import tiny_model
+
+if TYPE_CHECKING:
+    from tests.conftest import Lynx
+
+SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "bench-decode.schema.json"
+SMALL = ("bench", "decode", "--tokens", 60, "--kth", 5, "--repeats", 2, "--link", "20mbit/2ms")
+SYSTEMS = ("default", "default@whole", "default@exact", "int8@whole", "int8@layers", "raw@whole", "prefill")
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    monkeypatch.setattr(checkpoints, "load_model", lambda ref, **options: model)
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> str:
+    path = tmp_path / "words.txt"
+    path.write_text(" ".join(f"w{3 + number * number % 44}" for number in range(80)), "utf-8")
+    return f"@{path}"
+
+
+def test_rows_of_all_kinds_of_systems(lynx: Lynx, document: str) -> None:
+    chosen = [argument for system in SYSTEMS for argument in ("--system", system)]
+    done = lynx(*SMALL, *chosen, "--document", document, "--json")
+    assert done.err == ""
+    result: dict[str, Any] = json.loads(done.out)
+    jsonschema.validate(result, json.loads(SCHEMA.read_text("utf-8")), cls=jsonschema.Draft202012Validator)
+    rows = {row["system"]: row for row in result["rows"]}
+    assert list(rows) == list(SYSTEMS)
+    for row in rows.values():
+        assert row["text_equal"]
+        assert row["first_token_s"] <= row["first_verified_s"] <= row["kth_verified_s"]
+        assert (row["tokens"], row["repeats"], row["link_bit_per_s"], row["rtt_s"]) == (60, 2, 20e6, 0.002)
+    default, whole, exact = rows["default"], rows["default@whole"], rows["default@exact"]
+    assert default["bytes_anchor"] < default["bytes_total"] == whole["bytes_anchor"] == whole["bytes_total"]
+    assert exact["bytes_anchor"] < default["bytes_total"] < exact["bytes_total"]
+    assert whole["drafted"] == rows["int8@layers"]["drafted"] == 0
+    assert rows["prefill"]["bytes_total"] == 0
+    assert [item["system"] for item in result["speedups"]] == [name for name in SYSTEMS if name != "int8@whole"]
+    assert {item["baseline"] for item in result["speedups"]} == {"int8@whole"}
+
+
+def test_the_tables(lynx: Lynx, document: str) -> None:
+    done = lynx(*SMALL, "--system", "default", "--system", "raw@whole", "--document", document)
+    assert done.code == 0
+    assert "tiny-llama, 60 tokens, 20 Mbit/s, round trip 2 ms, medians of 2; seconds" in done.out
+    assert "times sooner than default, in pairs; median [least, most]" in done.out
+    assert "5th" in done.out
+
+
+def test_the_schema_has_the_fields_of_the_rows() -> None:
+    properties = json.loads(SCHEMA.read_text("utf-8"))["properties"]
+    assert list(properties["rows"]["items"]["properties"]) == list(DecodeRow.__dataclass_fields__)
+    assert list(properties["speedups"]["items"]["properties"]) == list(Speedup.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--system", "default@sometimes"), 1, "there is no system"),
+        (("--system", "best"), 1, "there is no codec"),
+        (("--system", "raw@whole", "--system", "raw@whole"), 1, "twice"),
+        (("--system", "raw@whole", "--baseline", "int4@whole"), 2, "not among"),
+        (("--link", "fast"), 2, "cannot read the link"),
+        (("--tokens", "5000"), 1, "5000 are needed"),
+    ],
+)
+def test_refusals(lynx: Lynx, document: str, arguments: tuple[str, ...], code: int, message: str) -> None:
+    done = lynx("bench", "decode", "--document", document, *arguments)
+    assert (done.code, done.out) == (code, "")
+    assert message in done.err
