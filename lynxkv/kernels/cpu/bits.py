@@ -126,6 +126,21 @@ f32_of_bf16 = _unary(types.uint16, types.float32, _from_bf16)
 f32_of_fp16 = _unary(types.uint16, types.float32, _from_fp16)
 
 
+def _refined(_context: Any, _symbol: Any, _digit: Any, _factor: Any, _bias: Any) -> Any:
+    """f32(symbol * factor + 2 * digit - bias), in 16-bit integers, which hold it for every radix up to 32."""
+
+    def generate(_cg: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        symbol, digit = (builder.zext(part, _I16) for part in arguments[:2])
+        doubled = builder.shl(digit, ir.Constant(_I16, 1))
+        index = builder.sub(builder.add(builder.mul(symbol, arguments[2]), doubled), arguments[3])
+        return builder.sitofp(index, _F32)
+
+    return types.float32(types.uint8, types.uint8, types.int16, types.int16), generate
+
+
+refined_index: Any = intrinsic(_refined)
+
+
 def _wide(_context: Any) -> Any:
     def generate(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
         # llvmlite's set of attributes only knows plain words; it prints whatever is in it.

@@ -26,39 +26,42 @@ from lynxkv.kernels.cpu.bits import (
     f32_of_fp16,
     fp16_of,
     helper,
+    refined_index,
     wide_vectors,
 )
+from lynxkv.packing import SYMBOL_ZERO
 
 # Far enough below the largest bf16 that no sum rounds to infinity; bounds are worked out in f64.
 BOUND = 3.0e38
 
 
-def _loops(rounded: Callable[[Any], Any]) -> tuple[Callable[..., None], Callable[..., None]]:
-    """The two loops below with one rounding, f32 to an element of the destination."""
+def _loops(rounded: Callable[[Any], Any]) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
+    """The three loops below with one rounding, f32 to an element of the destination."""
 
     @helper
     def symbols(
-        tile: Any,
-        low: Any,
-        padded: Any,
-        factor: Any,
-        bias: Any,
-        step: Any,
-        mean: Any,
-        out: Any,
-        at: Any,
-        starts: Any,
+        tile: Any, padded: Any, factor: Any, bias: Any, low: Any, step: Any, mean: Any, out: Any, at: Any, starts: Any
     ) -> None:
         wide_vectors()
         dim = len(mean)
-        for i in range(len(tile) // padded):
+        for i in range(len(starts)):
+            high = tile[i * padded : i * padded + dim]
+            row = out[at + starts[i] : at + starts[i] + dim]
+            for d in range(dim):
+                row[d] = rounded((np.float32(high[d]) - np.float32(SYMBOL_ZERO)) * step + mean[d])
+
+    @helper
+    def refined(
+        tile: Any, padded: Any, factor: Any, bias: Any, low: Any, step: Any, mean: Any, out: Any, at: Any, starts: Any
+    ) -> None:
+        wide_vectors()
+        dim = len(mean)
+        for i in range(len(starts)):
             high = tile[i * padded : i * padded + dim]
             digit = low[i * padded : i * padded + dim]
             row = out[at + starts[i] : at + starts[i] + dim]
             for d in range(dim):
-                # Exact: integers below 2^24.
-                index = (np.float32(high[d]) * factor - bias) + np.float32(digit[d]) * np.float32(2)
-                row[d] = rounded(index * step + mean[d])
+                row[d] = rounded(refined_index(high[d], digit[d], factor, bias) * step + mean[d])
 
     @helper
     def rows(
@@ -84,7 +87,7 @@ def _loops(rounded: Callable[[Any], Any]) -> tuple[Callable[..., None], Callable
             for d in range(dim):
                 row[d] = rounded(v[d] * s[d] + o[d])
 
-    return symbols, rows
+    return symbols, refined, rows
 
 
 @helper
@@ -102,20 +105,20 @@ def _unrounded(value: Any) -> Any:
     return value
 
 
-_symbols_bf16, _values_bf16 = _loops(bf16_of)
-_symbols_bounded, _values_bounded = _loops(bf16_of_bounded)
-_symbols_fp16, _values_fp16 = _loops(fp16_of)
-_symbols_bf16_f32, _values_bf16_f32 = _loops(_bf16_widened)
-_symbols_fp16_f32, _values_fp16_f32 = _loops(_fp16_widened)
-_symbols_f32, _values_f32 = _loops(_unrounded)
+_symbols_bf16, _refined_bf16, _values_bf16 = _loops(bf16_of)
+_symbols_bounded, _refined_bounded, _values_bounded = _loops(bf16_of_bounded)
+_symbols_fp16, _refined_fp16, _values_fp16 = _loops(fp16_of)
+_symbols_bf16_f32, _refined_bf16_f32, _values_bf16_f32 = _loops(_bf16_widened)
+_symbols_fp16_f32, _refined_fp16_f32, _values_fp16_f32 = _loops(_fp16_widened)
+_symbols_f32, _refined_f32, _values_f32 = _loops(_unrounded)
 
 
 def finish_symbols(
     tile: Any,
-    low: Any,
     padded: int,
     factor: Any,
     bias: Any,
+    low: Any,
     step: Any,
     mean: Any,
     out: Any,
@@ -123,9 +126,10 @@ def finish_symbols(
     starts: Any,
     kind: int,
 ) -> None:
-    """Values of tile and low, u8 [tokens, padded]: round((tile * factor - bias + 2 * low) * step + mean[channel]).
+    """Values of tile and low, u8 [tokens, padded]: round((tile * factor + 2 * low - bias) * step + mean[channel]).
 
-    Row i goes to `at` + starts[i] of `out`, a u16 or f32 array whose elements `kind` describes.
+    Where `low` is None it is round((tile - 127) * step + mean[channel]). `factor` and `bias` are int16. Row i goes to
+    `at` + starts[i] of `out`, a u16 or f32 array whose elements `kind` describes.
     """
     raise NotImplementedError("compiled code only")
 
@@ -133,10 +137,10 @@ def finish_symbols(
 @overload(finish_symbols)
 def _finish_symbols(
     tile: Any,
-    low: Any,
     padded: Any,
     factor: Any,
     bias: Any,
+    low: Any,
     step: Any,
     mean: Any,
     out: Any,
@@ -144,12 +148,23 @@ def _finish_symbols(
     starts: Any,
     kind: Any,
 ) -> Any:
+    # Which loop is known when compiling: code for anchors alone is there in half the time.
+    anchor = isinstance(low, types.NoneType)
+    bounded, bf16, fp16 = (
+        (_symbols_bounded, _symbols_bf16, _symbols_fp16) if anchor else (_refined_bounded, _refined_bf16, _refined_fp16)
+    )
+    bf16_f32, fp16_f32, f32 = (
+        (_symbols_bf16_f32, _symbols_fp16_f32, _symbols_f32)
+        if anchor
+        else (_refined_bf16_f32, _refined_fp16_f32, _refined_f32)
+    )
+
     def into_16(
         tile: Any,
-        low: Any,
         padded: Any,
         factor: Any,
         bias: Any,
+        low: Any,
         step: Any,
         mean: Any,
         out: Any,
@@ -158,18 +173,18 @@ def _finish_symbols(
         kind: Any,
     ) -> Any:
         if kind == BF16_BOUNDED:
-            _symbols_bounded(tile, low, padded, factor, bias, step, mean, out, at, starts)
+            bounded(tile, padded, factor, bias, low, step, mean, out, at, starts)
         elif kind == BF16:
-            _symbols_bf16(tile, low, padded, factor, bias, step, mean, out, at, starts)
+            bf16(tile, padded, factor, bias, low, step, mean, out, at, starts)
         else:
-            _symbols_fp16(tile, low, padded, factor, bias, step, mean, out, at, starts)
+            fp16(tile, padded, factor, bias, low, step, mean, out, at, starts)
 
     def into_32(
         tile: Any,
-        low: Any,
         padded: Any,
         factor: Any,
         bias: Any,
+        low: Any,
         step: Any,
         mean: Any,
         out: Any,
@@ -178,11 +193,11 @@ def _finish_symbols(
         kind: Any,
     ) -> Any:
         if kind == BF16_IN_F32:
-            _symbols_bf16_f32(tile, low, padded, factor, bias, step, mean, out, at, starts)
+            bf16_f32(tile, padded, factor, bias, low, step, mean, out, at, starts)
         elif kind == FP16_IN_F32:
-            _symbols_fp16_f32(tile, low, padded, factor, bias, step, mean, out, at, starts)
+            fp16_f32(tile, padded, factor, bias, low, step, mean, out, at, starts)
         else:
-            _symbols_f32(tile, low, padded, factor, bias, step, mean, out, at, starts)
+            f32(tile, padded, factor, bias, low, step, mean, out, at, starts)
 
     return into_16 if out.dtype == types.uint16 else into_32
 
