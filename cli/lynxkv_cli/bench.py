@@ -13,6 +13,7 @@ from lynxkv_cli import bench_decode, bench_kernels
 from lynxkv_cli._errors import UsageProblem
 from lynxkv_cli._options import Json, Quiet, read_text
 from lynxkv_cli._output import Output, Progress, can_style
+from lynxkv_cli._tables import table
 
 if TYPE_CHECKING:
     from lynxkv.bench.codec import CodecBench, Plan
