@@ -194,7 +194,8 @@ def _convert_gguf(path: Path, model_id: str, folder: Path) -> None:
         except Exception as error:
             # A damaged file makes the parsers raise almost anything.
             raise InputError(
-                f"{path} cannot be read as a GGUF model: {error}", hint="convert it to a Hugging Face folder first"
+                f"{path} cannot be read as a GGUF model: {' '.join(str(error).split())}",
+                hint="check that the file is whole; if it is, give the model as a Hugging Face folder",
             ) from error
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

@@ -152,6 +152,41 @@ def test_unknown_dtype_and_device_are_refused(folder: Path, option: str, value: 
     assert caught.value.hint
 
 
+def test_code_that_a_folder_brings_is_not_run(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    settings = json.loads((folder / "config.json").read_text())
+    for model_type in ("llama", "own"):
+        own = {**settings, "model_type": model_type, "auto_map": {"AutoConfig": "own.Config"}}
+        (folder / "config.json").write_text(json.dumps(own))
+        (folder / "own.py").write_text("raise SystemExit('it was run')")
+        if model_type == "llama":  # transformers has an implementation of its own
+            assert load_model(str(folder)).identity.model_id == "tiny"
+            continue
+        with pytest.raises(UnsupportedModelError, match="code of their own, which is not run"):
+            load_model(str(folder))
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        # A wide model must be refused before room is made for it, and one missing tensor must not become random.
+        ({"hidden_size": 1 << 20, "head_dim": 1 << 18}, "values, the configuration wants"),
+        ({"num_hidden_layers": 4}, "values, the configuration wants"),
+        ({"attention_bias": True}, "bias is missing"),
+    ],
+)
+def test_weights_that_are_not_the_configurations_are_refused(
+    folder: Path, change: dict[str, Any], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = json.loads((folder / "config.json").read_text())
+    if "num_hidden_layers" in change:
+        change = {**change, "layer_types": None}
+    (folder / "config.json").write_text(json.dumps({**settings, **change}))
+    with pytest.raises(InputError, match=message):
+        load_model(str(folder))
+    assert capfd.readouterr() == ("", "")
+
+
 def test_unsupported_models_are_refused_before_weights_are_read(tmp_path: Path) -> None:
     tiny_config("mamba").save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -138,7 +142,8 @@ def load_checkpoint(checkpoint: Checkpoint, *, dtype: str = "float32", device: s
     """Load a resolved checkpoint without touching the network.
 
     Raises:
-        InputError: the folder cannot be loaded, it has no tokenizer, or `dtype` or `device` is unknown.
+        InputError: the folder cannot be loaded, its weights are not all that its configuration wants, it has no
+            tokenizer, or `dtype` or `device` is unknown.
         UnsupportedModelError: told from the configuration, before weights are read.
     """
     if dtype not in DTYPES:
@@ -146,26 +151,62 @@ def load_checkpoint(checkpoint: Checkpoint, *, dtype: str = "float32", device: s
     folder = str(checkpoint.folder)
     with quiet():
         try:
-            support.refuse_unsupported(AutoConfig.from_pretrained(folder, local_files_only=True))
+            support.refuse_own_code(PretrainedConfig.get_config_dict(folder, local_files_only=True)[0])
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            support.refuse_unsupported(config)
             tokenizer = _load_tokenizer(folder)
-            hf: Any = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=DTYPES[dtype], local_files_only=True, use_safetensors=True
+            _refuse_too_few_weights(checkpoint.folder, config)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=DTYPES[dtype],
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
             )
+            hf, info = loaded
+            if info["missing_keys"]:
+                raise _incomplete(folder, f"{min(info['missing_keys'])} is missing")
             hf.to(device)
         except InputError:
             raise
         except Exception as error:
             # Damaged configurations and weights make the loaders raise almost anything.
             raise InputError(
-                f"cannot load the model in {folder}: {(str(error) or type(error).__name__).splitlines()[0]}",
+                f"cannot load the model in {folder}: {' '.join(str(error).split()) or type(error).__name__}",
                 hint="check that the folder is a complete Hugging Face model and that the device exists",
             ) from error
     return Model.wrap(hf, tokenizer, source=checkpoint)
 
 
+def _refuse_too_few_weights(folder: Path, config: PretrainedConfig) -> None:
+    """Refuse weights that are far from what the configuration wants before room is made for them.
+
+    transformers would fill the rest with random values. Quantised weights pack several in an element.
+    """
+    if getattr(config, "quantization_config", None):
+        return
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    wanted = sum(parameter.numel() for parameter in hf.parameters())
+    held = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            held += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    if held < 0.9 * wanted:
+        raise _incomplete(str(folder), f"they hold {held:,} values, the configuration wants {wanted:,}")
+
+
+def _incomplete(folder: str, why: str) -> InputError:
+    return InputError(
+        f"the weights in {folder} are not those of its configuration: {why}",
+        hint="download the model again, whole",
+    )
+
+
 def _load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         # Tokenizer libraries raise bare Exception for files they cannot parse.
         raise InputError(f"{folder} has no tokenizer that loads", hint="add tokenizer.json to the folder") from error

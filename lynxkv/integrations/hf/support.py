@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from lynxkv.errors import UnsupportedModelError
@@ -21,6 +21,13 @@ LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
     """The configuration of the language model, which multimodal configurations nest."""
     return config.get_text_config(decoder=True)
+
+
+def refuse_own_code(settings: dict[str, Any]) -> None:
+    """Refuse, with an UnsupportedModelError, a config.json whose model is code in its folder: that is not run."""
+    name = settings.get("model_type", "unnamed")
+    if settings.get("auto_map") and name not in CONFIG_MAPPING:
+        raise refusal(name, "they bring code of their own, which is not run")
 
 
 def refuse_unsupported(config: PretrainedConfig) -> None:
