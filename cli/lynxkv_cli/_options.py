@@ -77,6 +77,8 @@ def _read_stdin(name: str, note: Callable[[str], None]) -> bytes:
 
 
 def _read_file(path: str, name: str) -> bytes:
+    if not path:
+        raise UsageProblem("@ names no file", hint=f"write @FILE to read the {name} from one")
     try:
         with Path(path).open("rb") as file:
             return file.read(MAX_TEXT_BYTES + 1)

@@ -89,6 +89,8 @@ def generate(
     output = Output.of(as_json=as_json, quiet=quiet)
     simulated = parse_link(link)
     drafts = parse_speculate(speculate)
+    if stop and not all(stop):
+        raise UsageProblem("a --stop text is empty", hint="give the text to end before, or leave --stop out")
     if prove and (temperature or repetition_penalty != 1):
         raise UsageProblem("--prove compares greedy texts", hint="leave --temperature and --repetition-penalty out")
     if plot is not None:

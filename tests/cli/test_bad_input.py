@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -182,6 +183,14 @@ class TestEncode:
         (tmp_path / "file").write_text("in the way")
         refused(lynx("encode", "--from", dump, "--out", tmp_path / "file" / "x.lynx"), 1, "cannot write")
 
+    @pytest.mark.parametrize("kind", ["pipe", "folder", "device", "nothing"])
+    def test_a_dump_that_is_no_file(self, lynx: Lynx, tmp_path: Path, kind: str) -> None:
+        paths = {"folder": tmp_path, "device": Path("/dev/zero")}
+        if kind == "pipe":
+            os.mkfifo(tmp_path / "pipe")
+        dump = paths.get(kind, tmp_path / kind)
+        refused(lynx("encode", "--from", dump, "--out", tmp_path / "x.lynx"), 1, str(dump), "no such file")
+
     def test_an_unknown_codec(self, lynx: Lynx, tmp_path: Path, dump: Path) -> None:
         refused(lynx("encode", "--from", dump, "--codec", "zip", "--out", tmp_path / "x.lynx"), 1, "zip", "alg1")
         assert not (tmp_path / "x.lynx").exists()
@@ -272,6 +281,9 @@ class TestGenerate:
     def test_a_cache_without_exact_section(self, lynx: Lynx, published: Path) -> None:
         done = lynx("generate", published, "--model", "smollm2", "--prompt", "Why?", "--verify", "exact")
         refused(done, 1, "no exact section")
+
+    def test_an_empty_stop(self, lynx: Lynx, published: Path) -> None:
+        refused(lynx("generate", published, "--prompt", "Why?", "--stop", ""), 2, "--stop")
 
     def test_an_empty_question(self, lynx: Lynx, published: Path) -> None:
         refused(lynx("generate", published, "--prompt", ""), 1, "the question is empty")

@@ -68,6 +68,8 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "latin1.txt").write_bytes("grüße".encode("latin-1"))
     with pytest.raises(UsageProblem, match="No such file"):
         read(f"@{tmp_path}/missing.txt")
+    with pytest.raises(UsageProblem, match="@ names no file"):
+        read("@")
     with pytest.raises(UsageProblem, match="directory"):
         read(f"@{tmp_path}")
     with pytest.raises(UsageProblem, match=r"latin1.txt is not UTF-8 text \(byte 2\)"):
