@@ -229,6 +229,7 @@ class _Encoding:
         self.anchor: dict[str, list[Payload]] = defaultdict(list)
         self.residual: dict[str, list[Payload]] = defaultdict(list)
         self.steps = np.zeros((len(header.tensors), 2), np.float32)
+        self.step_factors = method.step_factors(kv)
 
     def parts(self) -> Iterator[_Part]:
         """All segments to be; what explains those of a tensor is stored before its first one."""
@@ -242,7 +243,7 @@ class _Encoding:
                 self.anchor[f"{ref.key}.sink"] = [payload(_tensor_u8(sink), may_compress=False)]
             if not ref.coded_tokens:
                 continue
-            tables = self.method.tables(original[:, ref.sinks :], ref.name)
+            tables = self.method.tables(original[:, ref.sinks :], ref.name, self.step_factors[ref.layer])
             if isinstance(tables, EntropyTables):
                 mean = (tables.mean.view(np.uint32) >> 16).astype(np.uint16)
                 self.anchor[f"{ref.key}.mean"] = [payload(_u8(mean), may_compress=False)]
@@ -262,8 +263,9 @@ class _Encoding:
         coding, compress = part.ref.coding, self.method.compress
         first, second = quantize(part.values, coding, part.tables)
         exact = self._exact_raw(part, first, second) if coding.exact else None
+        row_bytes = part.values.shape[1] if coding.scheme == "entropy" else None
         return part, _Sealed(
-            anchor=payload(first, may_compress=compress and coding.scheme != "raw"),
+            anchor=payload(first, may_compress=compress and coding.scheme != "raw", row_bytes=row_bytes),
             residual=payload(second, may_compress=compress) if second is not None else None,
             exact=payload(exact, may_compress=True) if exact is not None else None,
         )

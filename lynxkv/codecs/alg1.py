@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from lynxkv.codecs.base import SINK_TOKENS, segment_tokens
+from lynxkv.codecs.base import SINK_TOKENS, check_sinks, segment_tokens
 from lynxkv.codecs.fixed import FixedCodec, check_chunks, expand, offset_table, scale_table
 from lynxkv.errors import InputError
 from lynxkv.kernels.tables import FixedTables
@@ -51,11 +51,13 @@ class Alg1(FixedCodec):
     sink_tokens: int = SINK_TOKENS
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.anchor_bits < 2 or self.residual_bits < 1 or self.anchor_bits + self.residual_bits > 8:
             raise InputError(f"cannot split {self.anchor_bits} + {self.residual_bits} bits: 2 + 1 to 8 in all")
         if not 0 < self.alpha <= 1e6:
             raise InputError(f"alpha is {self.alpha}, not in (0, 1e6]")
         check_chunks(self.chunk_tokens, self.page_tokens)
+        check_sinks(self.sink_tokens)
 
     def coding(self, tensor: TensorName, channels: int) -> FixedCoding:
         return FixedCoding(

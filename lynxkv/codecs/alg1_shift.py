@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from lynxkv.codecs.base import SINK_TOKENS, segment_tokens
+from lynxkv.codecs.base import SINK_TOKENS, check_sinks, segment_tokens
 from lynxkv.codecs.fixed import FixedCodec, check_chunks, expand
 from lynxkv.errors import InputError
 from lynxkv.kernels.tables import FixedTables
@@ -33,9 +33,11 @@ class Alg1Shift(FixedCodec):
     sink_tokens: int = SINK_TOKENS
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 < self.alpha <= 1e6:
             raise InputError(f"alpha is {self.alpha}, not in (0, 1e6]")
         check_chunks(self.chunk_tokens, self.page_tokens)
+        check_sinks(self.sink_tokens)
 
     def coding(self, tensor: TensorName, channels: int) -> FixedCoding:
         return FixedCoding(

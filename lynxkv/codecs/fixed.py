@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lynxkv.codecs.base import Codec
+from lynxkv.codecs.base import Codec, check_range
 from lynxkv.errors import InputError
 from lynxkv.kernels.tables import F32, FixedTables
 from lynxkv.layout import FixedCoding, Precision, TensorName
@@ -32,9 +31,13 @@ def offset_table() -> F32:
     return ((np.arange(256) - 127) / 127).astype(np.float32)
 
 
+MAX_PAGE_TOKENS = 1 << 16
+
+
 def check_chunks(chunk_tokens: int, page_tokens: int) -> None:
-    """Refuse, with an InputError, chunks that do not fill pages."""
-    if chunk_tokens < 1 or page_tokens < 1 or page_tokens % chunk_tokens:
+    """Refuse, with an InputError, chunks that do not fill pages, and pages that would make giant segments."""
+    check_range("page_tokens", page_tokens, 1, MAX_PAGE_TOKENS)
+    if chunk_tokens < 1 or page_tokens % chunk_tokens:
         raise InputError(f"chunks of {chunk_tokens} tokens do not fill pages of {page_tokens}")
 
 
@@ -47,23 +50,23 @@ def expand(level: npt.NDArray[Any], top: int, alpha: float) -> F32:
 
 @dataclass(frozen=True, kw_only=True)
 class FixedCodec(Codec):
-    """Base of the fixed-rate codecs: a subclass gives `coding` and `decode_tables`."""
+    """Base of the fixed-rate codecs: a subclass gives `coding` and `fixed_tables`."""
 
     @abstractmethod
     def coding(self, tensor: TensorName, channels: int) -> FixedCoding:
         """How segments of a tensor of N channels are stored."""
 
-    @cached_property
+    @property
+    @abstractmethod
     def fixed_tables(self) -> FixedTables:
         """Codebooks with the quantiser's edges; the same for every tensor."""
-        raise NotImplementedError
 
     def codebooks(self) -> dict[str, F32]:
         coding, tables = self.coding("k", 64), self.fixed_tables
         parts = {"anchor": tables.anchor, "full": tables.full, "scale": tables.scale, "offset": tables.offset}
         return {f"{coding.codebook}.{part}": values for part, values in parts.items() if values is not None}
 
-    def tables(self, x: Tensor, tensor: TensorName) -> FixedTables:
+    def tables(self, x: Tensor, tensor: TensorName, step_factor: float = 1.0) -> FixedTables:
         return self.fixed_tables
 
     def error_bound(self, x: Tensor, tensor: TensorName, precision: Precision) -> Tensor:

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from lynxkv.codecs.base import SINK_TOKENS, segment_tokens
+from lynxkv.codecs.base import SINK_TOKENS, check_sinks, segment_tokens
 from lynxkv.codecs.fixed import FixedCodec, check_chunks, offset_table, scale_table
 from lynxkv.errors import InputError
 from lynxkv.kernels.tables import FixedTables
@@ -33,9 +33,11 @@ class Linear(FixedCodec):
     sink_tokens: int = SINK_TOKENS
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.anchor_bits < 1 or self.residual_bits < 0 or self.anchor_bits + self.residual_bits > 8:
             raise InputError(f"cannot split {self.anchor_bits} + {self.residual_bits} bits: 1 to 8 in all")
         check_chunks(self.chunk_tokens, self.page_tokens)
+        check_sinks(self.sink_tokens)
 
     def coding(self, tensor: TensorName, channels: int) -> FixedCoding:
         return FixedCoding(

@@ -23,7 +23,7 @@ class Raw(Codec):
     def coding(self, tensor: TensorName, channels: int) -> Coding:
         return RawCoding(segment_tokens=segment_tokens(channels, 64))
 
-    def tables(self, x: Tensor, tensor: TensorName) -> None:
+    def tables(self, x: Tensor, tensor: TensorName, step_factor: float = 1.0) -> None:
         return None
 
     def error_bound(self, x: Tensor, tensor: TensorName, precision: Precision) -> Tensor:

@@ -40,13 +40,13 @@ class Shard:
     header_sha256: str
 
 
-def payload(raw: U8, *, may_compress: bool) -> Payload:
-    """Seal a segment: compress it where that pays, and take its digest."""
+def payload(raw: U8, *, may_compress: bool, row_bytes: int | None = None) -> Payload:
+    """Seal a segment: compress it where that pays, and take its digest. `row_bytes` is that of `compress`."""
     raw = np.ascontiguousarray(raw).reshape(-1)
     stored: Buffer = raw.data
     compression = STORED
     if may_compress:
-        frame = compress(raw)
+        frame = compress(raw, row_bytes)
         # A few per cent are not worth a decompressor in the path.
         if len(frame) < 0.97 * raw.size:
             stored, compression = frame, ZSTD

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from lynxkv import InputError, NonFiniteError
 from lynxkv.codecs import CODECS, Codec, get_codec
 from lynxkv.codecs.alg1 import Alg1, split_level, top_level
 from lynxkv.codecs.alg1_shift import Alg1Shift
+from lynxkv.codecs.fixed import FixedCodec
 from lynxkv.kernels import EntropyTables
-from lynxkv.layout import Precision
+from lynxkv.layout import FixedCoding, Precision, TensorName
 from lynxkv.packing import unpack_rows
 from lynxkv.quantization import dequantize, quantize
 
@@ -166,19 +168,48 @@ def test_non_finite_input_is_refused(value: float) -> None:
     [
         ("zip", {}),
         ("default", {"radix": 33}),
+        ("default", {"radix": 0}),
+        ("default", {"radix": 10**12}),
+        ("default", {"radix": 5.0}),
+        ("default", {"radix": True}),
+        ("default", {"radix": "many"}),
         ("default", {"key_step": 0}),
+        ("default", {"key_step": 1e-9}),
+        ("default", {"key_step": float("nan")}),
+        ("default", {"value_step": 1e9}),
+        ("default", {"value_step": "fine"}),
+        ("default", {"compress": 1}),
         ("default", {"colour": 1}),
         ("alg1", {"anchor_bits": 5, "residual_bits": 4}),
         ("alg1", {"alpha": 0}),
+        ("alg1", {"alpha": float("inf")}),
+        ("alg1", {"chunk_dtype": "u9"}),
         ("alg1", {"chunk_tokens": 48}),
+        ("alg1", {"page_tokens": 2**40, "chunk_tokens": 2**40}),
         ("alg1-shift", {"page_tokens": 40}),
         ("fixed", {"anchor_bits": 0}),
         ("fixed", {"chunk_tokens": 0}),
+        ("fixed", {"anchor_bits": 4.0}),
+        ("raw", {"compress": "no"}),
+        *(
+            (name, {"sink_tokens": count})
+            for name in ("default", "alg1", "alg1-shift", "fixed")
+            for count in (-1, 1025)
+        ),
     ],
 )
-def test_impossible_settings_are_refused(name: str, params: dict[str, float]) -> None:
+def test_impossible_settings_are_refused(name: str, params: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         get_codec(name, **params)
+
+
+def test_a_fixed_codec_without_tables_is_none() -> None:
+    class Half(FixedCodec):
+        def coding(self, tensor: TensorName, channels: int) -> FixedCoding:
+            raise NotImplementedError
+
+    with pytest.raises(TypeError, match="fixed_tables"):
+        Half()  # type: ignore[abstract]
 
 
 @pytest.mark.parametrize("x", [torch.zeros(3), torch.zeros(2, 0, 4), torch.zeros(2, 3, 4, dtype=torch.int32)])
