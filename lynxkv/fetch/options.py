@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from lynxkv.errors import InputError
 from lynxkv.store.transport import Transport, TransportName
 
-# A range holds neighbouring segments of about this many bytes. Smaller ones cost requests, larger ones keep the decoder
-# waiting for the last of them.
+# A range holds neighbouring segments of about so many bytes. Smaller ones cost requests; but all that are in flight at
+# the end arrive together and are decoded when the link is idle, so the last ones are small.
 RANGE_BYTES = 1 << 20
+LAST_RANGE_BYTES = 256 << 10
 # What is asked for again when it fails.
 MAX_REQUEST_BYTES = 4 << 20
 # Memory that segments may take which were asked for and not handed out yet.

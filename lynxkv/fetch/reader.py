@@ -124,7 +124,8 @@ class CacheReader:
             return head, [item for item in head.segments if exact or item.plan.part != "exact"]
 
         opened = self._scheduler.submit(Lane.RESIDUAL, open_shard)
-        return SegmentStream(opened, partial(self._submit_segments, ref.name, front))
+        submit = partial(self._submit_segments, ref.name, front)
+        return SegmentStream(opened, submit, concurrency=self.options.concurrency)
 
     def read_residual_head(self) -> ShardHead:
         """Header and index of the Residual.
@@ -182,7 +183,8 @@ class CacheReader:
         opened: Future[OpenedShard] = Future()
         opened.set_result((head, wanted))
         front = self._front if name == ANCHOR_NAME else None
-        return SegmentStream(opened, partial(self._submit_segments, name, front))
+        submit = partial(self._submit_segments, name, front)
+        return SegmentStream(opened, submit, concurrency=self.options.concurrency)
 
     def _start_front(self, name: str) -> Front:
         """Ask for the first bytes of a shard whose head is not known yet."""
@@ -227,6 +229,7 @@ class CacheReader:
             """What fails a check is fetched once more before giving up, and not from what came ahead."""
             try:
                 fetched = await self._fetch(name, front, wanted.start, wanted.stop)
+                self._scheduler.give_way()
                 return await self._scheduler.compute(self._check, name, wanted, fetched)
             except (ChecksumError, TruncatedError):
                 fetched = await self._ranges.fetch(name, wanted.start, wanted.stop)

@@ -46,7 +46,8 @@ class Scheduler:
         self._numbers = itertools.count()
         # Touched on the loop only.
         self._waiting: list[_Job] = []
-        self._running: dict[asyncio.Task[None], Lane] = {}
+        self._running: dict[asyncio.Task[Any], Lane] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
         self.closed = False
 
     def submit(self, lane: Lane, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
@@ -69,6 +70,12 @@ class Scheduler:
         """Run a function on a worker thread, from inside a job."""
         result: T = await self._loop.run_in_executor(self.workers, work, *arguments)
         return result
+
+    def give_way(self) -> None:
+        """Called by a job that needs the network no more: the next one may start."""
+        task = asyncio.current_task()
+        if task is not None and self._running.pop(task, None) is not None:
+            self._start()
 
     def close(self) -> None:
         """Cancel everything; when this returns, no request of this reader is open any more."""
@@ -98,11 +105,12 @@ class Scheduler:
                 return
             job = heapq.heappop(self._waiting)
             if job.future.set_running_or_notify_cancel():
-                self._running[self._loop.create_task(self._run(job))] = job.lane
+                task = self._loop.create_task(self._run(job))
+                self._running[task] = job.lane
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
 
     async def _run(self, job: _Job) -> None:
-        task = asyncio.current_task()
-        assert task is not None
         try:
             job.future.set_result(await job.work())
         except asyncio.CancelledError:
@@ -110,15 +118,14 @@ class Scheduler:
         except BaseException as error:
             job.future.set_exception(error)
         finally:
-            del self._running[task]
-            self._start()
+            self.give_way()
 
     async def _cancel(self) -> None:
         for job in self._waiting:
             if job.future.set_running_or_notify_cancel():
                 job.future.set_exception(self._closed_error())
         self._waiting.clear()
-        tasks = list(self._running)
+        tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

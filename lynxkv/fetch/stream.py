@@ -52,14 +52,20 @@ class SegmentStream:
     """
 
     def __init__(
-        self, head: Future[OpenedShard], submit: Callable[[SegmentRange], Future[list[SegmentPayload]]]
+        self,
+        head: Future[OpenedShard],
+        submit: Callable[[SegmentRange], Future[list[SegmentPayload]]],
+        *,
+        concurrency: int,
     ) -> None:
-        self._submit = submit
+        self._submit, self._concurrency = submit, concurrency
         self._head: Future[OpenedShard] | None = head
         self._waiting: deque[SegmentRange] = deque()
         self._in_flight: deque[tuple[SegmentRange, Future[list[SegmentPayload]]]] = deque()
         self._window = 0
         self.bytes_done = 0
+        if head.done():
+            self._take()  # what is known to be wanted is asked for at once
 
     @property
     def done(self) -> bool:
@@ -109,7 +115,7 @@ class SegmentStream:
         if self._head is not None:
             head, segments = self._head.result()
             self._head = None
-            self._waiting = deque(ranges(segments, head.header_bytes))
+            self._waiting = deque(ranges(segments, head.header_bytes, self._concurrency))
             self._fill()
             return []
         done, future = self._in_flight[0]
@@ -128,8 +134,8 @@ class SegmentStream:
             self._window += wanted.memory_bytes
 
 
-def ranges(segments: Sequence[Segment], header_bytes: int) -> Iterator[SegmentRange]:
-    """Runs of neighbouring segments of about `RANGE_BYTES`."""
+def ranges(segments: Sequence[Segment], header_bytes: int, concurrency: int) -> Iterator[SegmentRange]:
+    """Runs of neighbouring segments of about `RANGE_BYTES`, smaller as fewer bytes are left for all connections."""
     run: list[Segment] = []
 
     def whole() -> SegmentRange:
@@ -137,12 +143,13 @@ def ranges(segments: Sequence[Segment], header_bytes: int) -> Iterator[SegmentRa
         return SegmentRange(start=start, stop=stop, segments=tuple(run))
 
     for segment in segments:
-        if run and (
-            segment.stop - run[0].offset > options.RANGE_BYTES
-            or sum(map(_memory_bytes, run)) + _memory_bytes(segment) > options.WINDOW_BYTES
-        ):
-            yield whole()
-            run = []
+        if run:
+            share = (segments[-1].stop - run[0].offset) // (2 * concurrency)
+            target = min(options.RANGE_BYTES, max(options.LAST_RANGE_BYTES, share))
+            memory = sum(map(_memory_bytes, run)) + _memory_bytes(segment)
+            if segment.stop - run[0].offset > target or memory > options.WINDOW_BYTES:
+                yield whole()
+                run = []
         run.append(segment)
     if run:
         yield whole()

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
+from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
 
 from lynxkv.errors import FetchError, InputError
 from lynxkv.store.prefix import Store
 from lynxkv.store.transport import CHUNK_BYTES, NO_RANGES_HINT, Answer, chunks_of
 
 # Time limits and retries are the caller's, so that both transports behave the same.
+# Connections stay open for the next reader, by the session that fsspec keeps for the same.
+_POOLS: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+# botocore knows when credentials expire; it is asked this often.
+ASK_AGAIN = timedelta(minutes=5)
 CLIENT: Any = {"allow_http": True, "timeout": timedelta(hours=1)}
 RETRIES: Any = {"max_retries": 0}
 
@@ -55,33 +61,45 @@ class ObstoreTransport:
 
     async def _open(self) -> Any:
         if self._objects is None:
-            self._objects = await self._s3() if self.store.protocol == "s3" else self._http()
+            session = await self.store.fs.set_session()
+            pools = _POOLS.setdefault(session, {})
+            self._objects = self._s3(session, pools) if self.store.protocol == "s3" else self._http(pools)
         return self._objects
 
-    def _http(self) -> Any:
-        return self._obstore.store.HTTPStore.from_url(self.store.path, client_options=CLIENT, retry_config=RETRIES)
+    def _http(self, pools: dict[str, Any]) -> Any:
+        parts = urlsplit(self.store.path)
+        origin, self._folder = f"{parts.scheme}://{parts.netloc}", f"{parts.path.lstrip('/')}/"
+        if origin not in pools:
+            make = self._obstore.store.HTTPStore.from_url
+            pools[origin] = make(origin, client_options=CLIENT, retry_config=RETRIES)
+        return pools[origin]
 
-    async def _s3(self) -> Any:
+    def _s3(self, client: Any, pools: dict[str, Any]) -> Any:
         """With endpoint, region and credentials as s3fs has them from its settings, the environment or a profile."""
         fs = self.store.fs
-        client = await fs.set_session()
         bucket, key, _ = fs.split_path(self.store.path)
         self._folder = f"{key}/"
+        if bucket not in pools:
+            signing: Any = {"skip_signature": True} if fs.anon else {"credential_provider": _credentials_of(client)}
+            pools[bucket] = self._obstore.store.S3Store(
+                bucket,
+                endpoint=client.meta.endpoint_url,
+                region=client.meta.region_name,
+                client_options=CLIENT,
+                retry_config=RETRIES,
+                **signing,
+            )
+        return pools[bucket]
 
-        async def credentials() -> dict[str, Any]:
-            frozen = await client._request_signer._credentials.get_frozen_credentials()
-            return {
-                "access_key_id": frozen.access_key,
-                "secret_access_key": frozen.secret_key,
-                "token": frozen.token,
-                "expires_at": None,
-            }
 
-        return self._obstore.store.S3Store(
-            bucket,
-            endpoint=client.meta.endpoint_url,
-            region=client.meta.region_name,
-            client_options=CLIENT,
-            retry_config=RETRIES,
-            **({"skip_signature": True} if fs.anon else {"credential_provider": credentials}),
-        )
+def _credentials_of(client: Any) -> Callable[[], Coroutine[Any, Any, dict[str, Any]]]:
+    async def credentials() -> dict[str, Any]:
+        found = await client._request_signer._credentials.get_frozen_credentials()
+        return {
+            "access_key_id": found.access_key,
+            "secret_access_key": found.secret_key,
+            "token": found.token,
+            "expires_at": datetime.now(UTC) + ASK_AGAIN,
+        }
+
+    return credentials
