@@ -12,6 +12,9 @@ Precision = Literal["anchor", "full", "exact"]
 Verify = Literal["none", "full", "exact"]
 """What a generated text is verified against."""
 
+TransportName = Literal["fsspec", "obstore"]
+"""What makes the requests when a cache is fetched."""
+
 CODEC_NAMES = ("default", "quality", "fast", "fixed", "alg1", "alg1-shift", "raw", "int8", "int4")
 CODEC_FORM = "write it like default:radix=5 or alg1:alpha=100,chunk_dtype=f32"
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lynxkv_cli import bench_decode, bench_kernels
+from lynxkv_cli import bench_decode, bench_fetch, bench_kernels
 from lynxkv_cli._errors import UsageProblem
 from lynxkv_cli._options import Json, Quiet, read_text
 from lynxkv_cli._output import Output, Progress, can_style
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 HELP = """Example: lynxkv bench codec --quick
 
-Measure codecs on real caches, answers from caches behind links, kernels on this machine.
+Measure codecs on real caches, answers from caches behind links, loading, kernels on this machine.
 """
 
 CODEC_HELP = """Example: lynxkv bench codec --quick
@@ -43,6 +43,7 @@ app = typer.Typer(help=HELP, no_args_is_help=False, rich_markup_mode=None)
 app.command("decode", help=bench_decode.HELP, short_help="Time to the first tokens, from caches behind links.")(
     bench_decode.decode
 )
+app.command("fetch", help=bench_fetch.HELP, short_help="Loading a cache beside a bare download.")(bench_fetch.fetch)
 app.command("kernels", help=bench_kernels.HELP, short_help="Speed of the kernels beside a copy.")(bench_kernels.kernels)
 
 

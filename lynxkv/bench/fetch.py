@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 from fsspec.asyn import get_loop
 
+from lynxkv.choices import TransportName
 from lynxkv.decoder import CacheDecoder, KVDestination
 from lynxkv.fetch import CacheReader, FetchOptions
 from lynxkv.fetch.options import RANGE_BYTES
 from lynxkv.format.document import ANCHOR_NAME
 from lynxkv.store import Store, Url
-from lynxkv.store.transport import Transport, TransportName, transport_for
+from lynxkv.store.transport import Transport, transport_for
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lynxkv.choices import TransportName
 from lynxkv.errors import InputError
-from lynxkv.store.transport import Transport, TransportName
+from lynxkv.store.transport import Transport
 
 # A range holds neighbouring segments of about so many bytes. Smaller ones cost requests; but all that are in flight at
 # the end arrive together and are decoded when the link is idle, so the last ones are small.

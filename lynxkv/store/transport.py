@@ -15,15 +15,15 @@ from collections.abc import AsyncIterator
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from fsspec.asyn import AsyncFileSystem
 
+from lynxkv.choices import TransportName
 from lynxkv.errors import FetchError, InputError
 from lynxkv.store.prefix import Store
 from lynxkv.store.problems import s3_code
 
-TransportName = Literal["fsspec", "obstore"]
 _CONTENT_RANGE = re.compile(r"bytes (?:\d+-\d+|\*)/(\d+)")
 # At most so many at once: what has arrived is handed on, and the loop goes round.
 CHUNK_BYTES = 256 << 10

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ["encode", "inspect", "check", "generate", "bench codec", "bench decode", "bench kernels"]
+COMMANDS = ["encode", "inspect", "check", "generate", "bench codec", "bench decode", "bench fetch", "bench kernels"]
 
 
 @pytest.fixture(scope="module")

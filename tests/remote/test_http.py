@@ -7,9 +7,9 @@ import uuid
 import pytest
 
 import lynxkv
+from lynxkv.choices import TransportName
 from lynxkv.fetch import FetchOptions
 from lynxkv.fetch.reader import CacheReader
-from lynxkv.store.transport import TransportName
 from lynxkv.testing.kv import random_kv
 from tests.remote.conftest import HttpServer
 

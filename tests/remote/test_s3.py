@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import lynxkv
+from lynxkv.choices import TransportName
 from lynxkv.fetch import FetchOptions
 from lynxkv.fetch.reader import CacheReader
 from lynxkv.store import Store
-from lynxkv.store.transport import TransportName
 from lynxkv.testing.kv import random_kv
 
 TRANSPORTS: tuple[TransportName, ...] = ("fsspec", "obstore")
