@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
+from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,10 +16,10 @@ from lynxkv.errors import InputError
 from lynxkv_cli._errors import UsageProblem
 from lynxkv_cli._options import Json, Quiet
 from lynxkv_cli._output import Output
+from lynxkv_cli._tables import table
 
 if TYPE_CHECKING:
     from lynxkv.bench.kernels import KernelRow
-    from lynxkv.kernels.triton.static import Compiled
 
 HELP = """Example: lynxkv bench kernels --mib 64
 
@@ -26,7 +27,8 @@ Measure quantising, decoding and refining beside a plain copy of the same bytes.
 
 Rates count bytes of 16-bit tensors: those read when quantising, those written when decoding. All operations
 take turns, on as many threads as torch has; shown are the median over the repeats and, in brackets, the
-extremes. The reference is measured on a sixteenth of the data. Take a machine that does nothing else.
+extremes. The reference is measured on a sixteenth of the data. Where there is a GPU, the Triton kernels run on
+it, beside a copy within its memory. Take a machine that does nothing else.
 
 With --static nothing is run: the Triton kernels are compiled for four kinds of GPU, and the table says what
 came out, and how long 2^20 elements take if memory bandwidth is all that counts.
@@ -66,7 +68,7 @@ def kernels(
                 compiled += [compile_case(case, target) for target in TARGETS]
             bars("compile", len(CASES), len(CASES))
         output.result({"compiled": [asdict(row) for row in compiled]})
-        output.data(_table(STATIC, compiled))
+        output.data(table(STATIC, compiled, left=2))
         return
     import torch
 
@@ -84,7 +86,9 @@ def kernels(
     about = {"machine": platform.machine(), "threads": torch.get_num_threads(), "repeats": repeats}
     output.result({**about, "rows": [asdict(row) for row in rows]})
     output.note(f"{about['machine']}, {about['threads']} threads, {repeats} repeats")
-    output.data(_table(COLUMNS, rows))
+    for sentence in _overlap(rows):
+        output.note(sentence)
+    output.data(table(COLUMNS, rows, left=5))
 
 
 def _shape(text: str) -> tuple[int, int]:
@@ -94,9 +98,24 @@ def _shape(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def _overlap(rows: Sequence[KernelRow]) -> list[str]:
+    """A sentence a shape and codec."""
+    from lynxkv.bench.kernels import larger_part
+
+    said = []
+    for key, own in groupby(rows, key=lambda row: (row.heads, row.head_dim, row.codec)):
+        share = larger_part(list(own))
+        if share is not None:
+            said.append(
+                f"{key[0]}x{key[1]} {key[2]}: encoding takes {share:.2f} of the time of its larger part on one thread"
+            )
+    return said
+
+
 COLUMNS: dict[str, Any] = {
     "shape": lambda row: f"{row.heads}x{row.head_dim}",
     "codec": lambda row: row.codec,
+    "device": lambda row: row.device,
     "backend": lambda row: row.backend,
     "op": lambda row: row.op,
     "gb_per_s": lambda row: f"{row.gb_per_s:.2f} [{row.low:.2f}, {row.high:.2f}]",
@@ -113,17 +132,3 @@ STATIC: dict[str, Any] = {
     "written, bytes": lambda row: f"{row.written_bytes:.2f}",
     "us per 2^20": lambda row: f"{row.us_per_mib_elements:.2f}",
 }
-
-
-def _table(columns: dict[str, Any], rows: Sequence[KernelRow] | Sequence[Compiled]) -> str:
-    """Columns apart by two spaces, numbers to the right: the same in a terminal, a pipe and a document."""
-    cells = [list(columns), *([show(row) for show in columns.values()] for row in rows)]
-    widths = [max(len(line[number]) for line in cells) for number in range(len(columns))]
-    left = [cell[0].isalpha() or "x" in cell for cell in cells[-1]]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if text else cell.rjust(width)
-            for cell, width, text in zip(line, widths, left, strict=True)
-        ).rstrip()
-        for line in cells
-    )
