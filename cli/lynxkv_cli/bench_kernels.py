@@ -68,7 +68,7 @@ def kernels(
                 compiled += [compile_case(case, target) for target in TARGETS]
             bars("compile", len(CASES), len(CASES))
         output.result({"compiled": [asdict(row) for row in compiled]})
-        output.data(table(STATIC, compiled, left=2))
+        output.data(table(STATIC, compiled, left=2).rstrip())
         return
     import torch
 
@@ -88,7 +88,7 @@ def kernels(
     output.note(f"{about['machine']}, {about['threads']} threads, {repeats} repeats")
     for sentence in _overlap(rows):
         output.note(sentence)
-    output.data(table(COLUMNS, rows, left=5))
+    output.data(table(COLUMNS, rows, left=5).rstrip())
 
 
 def _shape(text: str) -> tuple[int, int]:
