@@ -17,8 +17,9 @@ from lynxkv.layout import Precision
 PRIOR: dict[Precision, tuple[float, float]] = {"full": (24.0, 1.0), "exact": (199.0, 1.0)}
 # Share of the newest step in the running mean of step times.
 NEWEST = 0.3
-# A verification as bad as this, or worse, is this unlikely if the estimate is right.
+# A verification as bad as this, or worse, is this unlikely if the estimate is right. Shorter drafts say too little.
 SURPRISE = 0.05
+LEAST_DRAFT = 8
 
 
 @dataclass
@@ -81,7 +82,7 @@ class Pace:
 
     def is_poor(self, target: Precision, drafted: int, accepted: int) -> bool:
         """Whether a verification came out worse than the estimate before it makes likely."""
-        return accepted < drafted and 1 - self.acceptance(target) ** (accepted + 1) < SURPRISE
+        return drafted >= LEAST_DRAFT and accepted < drafted and 1 - self.acceptance(target) ** (accepted + 1) < SURPRISE
 
 
 def _verified_s(begin_s: float, pass_s: float, left_s: float, tail_s: float) -> float:

@@ -77,6 +77,7 @@ def test_a_poor_draft_is_one_that_the_estimate_makes_unlikely() -> None:
     assert pace().is_poor("full", 10, 0)
     assert not pace().is_poor("full", 10, 3)
     assert not pace().is_poor("full", 0, 0)
+    assert not pace().is_poor("full", 7, 0)
     assert pace().is_poor("exact", 50, 5)
     used_to_it = pace()
     for _ in range(30):
