@@ -204,9 +204,14 @@ def _quantize(module: Backend, segment: _Segment, coding: Coding) -> tuple[Any, 
     return module.quantize(segment.x, coding, segment.tables)
 
 
+def _row_bytes(segment: _Segment, coding: Coding) -> int | None:
+    """As the encoder compresses anchors: a channel of entropy-coded symbols is a row."""
+    return segment.x.shape[1] if coding.scheme == "entropy" else None
+
+
 def _with_zstd(module: Backend, segments: Sequence[_Segment], coding: Coding, spec: TensorSpec) -> list[Operation]:
     """From frames to values, and zstd alone beside it."""
-    frames = [compress(segment.anchor) for segment in segments]
+    frames = [compress(segment.anchor, _row_bytes(segment, coding)) for segment in segments]
     moved = sum(segment.x.nbytes for segment in segments)
 
     def unpack(number: int) -> Any:
@@ -254,9 +259,9 @@ def _encoding(
     moved = sum(segment.x.nbytes for segment in segments)
 
     def seal(segment: _Segment) -> None:
-        for raw in (segment.anchor, segment.residual):
-            if raw is not None:
-                payload(raw, may_compress=codec.compress)
+        payload(segment.anchor, may_compress=codec.compress, row_bytes=_row_bytes(segment, coding))
+        if segment.residual is not None:
+            payload(segment.residual, may_compress=codec.compress)
 
     def one_thread(work: Callable[[_Segment], object]) -> None:
         with _threads(1):
