@@ -69,6 +69,33 @@ class FixedTables:
         return Cells.of(self.quantiser()[0], side="right")
 
     @cached_property
+    def bucket_cells(self) -> npt.NDArray[np.uint32]:
+        """The same in one look-up, where no cell holds more than one edge; otherwise empty.
+
+        Entry c [65536] is threshold + a << 16 + b << 24: of floats with the upper half c, those whose lower half is not
+        below the threshold have the code b, the others a.
+        """
+        (edges, buckets), cells = self.quantiser(), self.edge_cells
+        if cells.most > 1:
+            return np.empty(0, np.uint32)
+        upper = np.arange(1 << 16, dtype=np.uint32)
+        negative = upper >> 15 == 1
+        edge = cells.entries[cells.below]
+        # Both zeros reach an edge at zero; below it lie the floats after -0.
+        bits = np.where(negative & (edge == 0), np.float32(-0.0), edge).astype(np.float32).view(np.uint32)
+        below = buckets[cells.below].astype(np.uint32)
+        above = buckets[np.minimum(cells.below + 1, edges.size)].astype(np.uint32)
+        inside, lower = bits >> 16 == upper, bits & 0xFFFF
+        # The lower half of a negative float grows downwards: up to and with the edge's it is above.
+        all_above = inside & negative & (lower == 0xFFFF)
+        split = inside & ~all_above
+        threshold = np.where(split, np.where(negative, lower + 1, lower), 0)
+        a = np.where(split & negative | all_above, above, below)
+        b = np.where(split & ~negative | all_above, above, below)
+        entries: npt.NDArray[np.uint32] = (threshold | a << 16 | b << 24).astype(np.uint32)
+        return entries
+
+    @cached_property
     def scale_cells(self) -> Cells:
         """The search for the least 8-bit scale not below a value; empty without such scales."""
         return Cells.of(self.scale, side="left")

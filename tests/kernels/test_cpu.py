@@ -7,14 +7,15 @@ import subprocess
 import sys
 import threading
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from lynxkv.codecs import get_codec
-from lynxkv.kernels import cpu
+from lynxkv.codecs import Codec, get_codec
+from lynxkv.kernels import FixedTables, cpu, reference
 from lynxkv.kernels.cpu import threads
 from lynxkv.layout import TensorSpec
 
@@ -36,6 +37,7 @@ for name, kernel in (("default", _decode_tiles), ("alg1", _decode_chunks)):
 """
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "LYNXKV_BACKEND": "cpu"}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    assert list(tmp_path.rglob("*.nbc")), "machine code was not kept where it was asked to be"
 
 
 @pytest.mark.parametrize("name", ["default", "alg1", "int8"])
@@ -104,6 +106,37 @@ def test_all_parts_have_ended_when_one_fails(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ValueError, match="injected"):
         threads.run_split(work, 10, unit=5, elements=1 << 20)
     assert ended == [5]
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [get_codec("alg1"), get_codec("alg1", anchor_bits=3, residual_bits=5), get_codec("alg1-shift"), get_codec("int8")],
+    ids=["alg1", "alg1, 3 + 5", "alg1-shift", "int8"],
+)
+def test_one_look_up_finds_the_bucket(codec: Codec) -> None:
+    """For floats of all sizes, for both zeros, and around every edge."""
+    tables = codec.tables(torch.zeros(1, 1, 1), "k")
+    assert isinstance(tables, FixedTables)
+    edges, buckets = tables.quantiser()
+    cells = tables.bucket_cells
+    assert cells.size == 1 << 16
+    near = (edges.view(np.uint32)[:, None] + np.arange(-2, 3)).astype(np.uint32).reshape(-1)
+    anywhere = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32)
+    bits = np.concatenate([anywhere, near, near ^ 0x8000_0000, np.array([0, 1 << 31], np.uint32)])
+    bits = bits[np.isfinite(bits.view(np.float32))]
+    entry = cells[bits >> 16]
+    found = np.where((bits & 0xFFFF) >= (entry & 0xFFFF), entry >> 24, entry >> 16 & 0xFF)
+    assert np.array_equal(found, buckets[np.searchsorted(edges, bits.view(np.float32), side="right")])
+
+
+def test_edges_closer_than_a_look_up_tells_apart() -> None:
+    codec, x = get_codec("int8"), torch.randn(2, 40, 8)
+    coding, tables = codec.coding("k", 16), codec.tables(x, "k")
+    assert isinstance(tables, FixedTables)
+    assert tables.edges is not None
+    close = replace(tables, edges=np.linspace(60, 70, tables.edges.size, dtype=np.float32))
+    assert close.edge_cells.most > 1
+    assert np.array_equal(cpu.quantize(x, coding, close)[0], reference.quantize(x, coding, close)[0])
 
 
 def test_destinations_that_kernels_cannot_write_are_served(tmp_path: Path) -> None:

@@ -141,6 +141,22 @@ def _refined(_context: Any, _symbol: Any, _digit: Any, _factor: Any, _bias: Any)
 refined_index: Any = intrinsic(_refined)
 
 
+def _code(_context: Any, _entry: Any, _value: Any) -> Any:
+    """The code of a value by its entry of `FixedTables.bucket_cells`."""
+
+    def generate(_cg: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        entry, half = arguments[0], _i32(0xFFFF)
+        lower = builder.and_(builder.bitcast(arguments[1], _I32), half)
+        reached = builder.icmp_unsigned(">=", lower, builder.and_(entry, half))
+        code = builder.select(reached, builder.lshr(entry, _i32(24)), builder.lshr(entry, _i32(16)))
+        return builder.trunc(code, ir.IntType(8))
+
+    return types.uint8(types.uint32, types.float32), generate
+
+
+code_of: Any = intrinsic(_code)
+
+
 def _wide(_context: Any) -> Any:
     def generate(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
         # llvmlite's set of attributes only knows plain words; it prints whatever is in it.

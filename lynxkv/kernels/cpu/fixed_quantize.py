@@ -5,8 +5,8 @@
     code   of the bucket that (n - offset) / scale falls in
 
 A page of one head (of all heads, where chunks share their parameters) is widened once and stays in the second-level
-cache for all these steps. The bucket is found by the upper half of the value's bits, which name a cell no wider than
-1/128 of the value, and a comparison for each edge that a cell can hold.
+cache for all these steps. The upper half of a value's bits names a cell no wider than 1/128 of the value; where a cell
+holds one edge at most, one look-up tells which lower halves are beyond it, otherwise each edge takes a comparison.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from lynxkv.kernels.cpu.bits import helper, jit, load_rows, upper_half_of, wide_vectors
+from lynxkv.kernels.cpu.bits import code_of, helper, jit, load_rows, upper_half_of, wide_vectors
 from lynxkv.kernels.cpu.memory import U8, source
 from lynxkv.kernels.cpu.packing import pack_rows
 from lynxkv.kernels.cpu.threads import run_split
@@ -149,7 +149,9 @@ def _store_parameter(
 
 
 @helper
-def _codes_of(values: Any, width: int, scale: Any, below: Any, edges: Any, most: int, buckets: Any, codes: Any) -> None:
+def _codes_of(
+    values: Any, width: int, scale: Any, cells: Any, below: Any, edges: Any, most: int, buckets: Any, codes: Any
+) -> None:
     """Codes of values [n, width] / scale; 0 / 0 where a scale is."""
     wide_vectors()
     for i in range(len(values) // width):
@@ -158,10 +160,9 @@ def _codes_of(values: Any, width: int, scale: Any, below: Any, edges: Any, most:
         for x in range(width):
             quotient = row[x] / scale[x]
             row[x] = quotient if scale[x] > 0 else np.float32(0)
-        if most == 1:
+        if len(cells):
             for x in range(width):
-                at = below[upper_half_of(row[x])]
-                own[x] = buckets[at + np.uint32(row[x] >= edges[at])]
+                own[x] = code_of(cells[upper_half_of(row[x])], row[x])
         else:
             for x in range(width):
                 at = below[upper_half_of(row[x])]
@@ -201,6 +202,7 @@ def _encode_blocks(
     offset_below: Any,
     offset_entries: Any,
     offset_most: int,
+    cells: Any,
     edges_below: Any,
     edges: Any,
     edges_most: int,
@@ -264,7 +266,7 @@ def _encode_blocks(
             search = (scale_below, scale_entries, scale_most)
             _store_parameter(reach, search, True, heads, dim, shared, at, scale_f32, scale_u8, index)
             own = codes[begin * width : begin * width + len(part)]
-            _codes_of(part, width, reach, edges_below, edges, edges_most, buckets, own)
+            _codes_of(part, width, reach, cells, edges_below, edges, edges_most, buckets, own)
         _clear_padding(codes, padded, dim)
         row, step = first * all_heads + head, (1 if heads == all_heads else all_heads)
         rows = tokens * all_heads
@@ -317,6 +319,7 @@ def quantize_fixed(x: Tensor, coding: FixedCoding, tables: FixedTables) -> tuple
             offsets.below,
             offsets.entries,
             offsets.most,
+            tables.bucket_cells,
             edges.below,
             edges.entries,
             edges.most,
