@@ -37,11 +37,15 @@ if TYPE_CHECKING:
     from lynxkv.checkpoints import load_model as load_model
     from lynxkv.decoder import load as load
     from lynxkv.encoder import encode as encode
+    from lynxkv.exporting import export as export
     from lynxkv.fetch import FetchOptions as FetchOptions
     from lynxkv.fetch import open_cache as open
     from lynxkv.fidelity import compare as compare
     from lynxkv.integrations.hf import LynxCache as LynxCache
     from lynxkv.kv import KV as KV
+    from lynxkv.manage import list_caches as list_caches
+    from lynxkv.manage import prune as prune
+    from lynxkv.manage import remove as remove
     from lynxkv.models import prefill as prefill
     from lynxkv.models import prefill_with_logits as prefill_with_logits
     from lynxkv.quantization import dequantize as dequantize
@@ -63,14 +67,18 @@ _LAZY = {
     "compare": "lynxkv.fidelity.compare",
     "dequantize": "lynxkv.quantization.dequantize",
     "encode": "lynxkv.encoder.encode",
+    "export": "lynxkv.exporting.export",
     "generate": "lynxkv.runner.generate",
     "inspect": "lynxkv.report.inspect",
+    "list_caches": "lynxkv.manage.list_caches",
     "load": "lynxkv.decoder.load",
     "load_model": "lynxkv.checkpoints.load_model",
     "open": "lynxkv.fetch.open_cache",
     "prefill": "lynxkv.models.prefill",
     "prefill_with_logits": "lynxkv.models.prefill_with_logits",
+    "prune": "lynxkv.manage.prune",
     "quantize": "lynxkv.quantization.quantize",
+    "remove": "lynxkv.manage.remove",
 }
 
 __all__ = [
@@ -100,14 +108,18 @@ __all__ = [
     "compare",
     "dequantize",
     "encode",
+    "export",
     "generate",
     "inspect",
+    "list_caches",
     "load",
     "load_model",
     "open",
     "prefill",
     "prefill_with_logits",
+    "prune",
     "quantize",
+    "remove",
 ]
 
 

@@ -43,14 +43,18 @@ NAMES = [
     "compare",
     "dequantize",
     "encode",
+    "export",
     "generate",
     "inspect",
+    "list_caches",
     "load",
     "load_model",
     "open",
     "prefill",
     "prefill_with_logits",
+    "prune",
     "quantize",
+    "remove",
 ]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,10 +16,11 @@ import pytest
 from fsspec.asyn import get_loop
 
 import lynxkv
+from lynxkv.decoder import KVDestination, decode_into
 from lynxkv.fetch import CacheReader, FetchOptions
 from lynxkv.fetch.scheduler import Lane, Scheduler
 from lynxkv.store import Link, Store
-from lynxkv.store.transport import Answer, BlockingTransport, Transport, transport_for
+from lynxkv.store.transport import Answer, BlockingTransport, LocalTransport, Transport, transport_for
 from lynxkv.testing.faults import FAULTS, Fault, FaultyTransport
 from lynxkv.testing.kv import random_kv
 
@@ -45,7 +48,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 def inner(url: str) -> Iterator[Transport]:
     """What reads the cache, to be wrapped."""
     with ThreadPoolExecutor(4) as workers:
-        yield BlockingTransport(Store(url), workers)
+        yield LocalTransport(Store(url), workers)
 
 
 @pytest.fixture
@@ -112,6 +115,12 @@ class Remote:
     async def size(self, name: str) -> int:
         self.sizes += 1
         return await self.inner.size(name)
+
+    async def keep(self, name: str) -> None:
+        await self.inner.keep(name)
+
+    def close(self) -> None:
+        self.inner.close()
 
 
 @pytest.mark.parametrize("tells_size", [True, False])
@@ -455,9 +464,29 @@ def test_mixed_faults_end_in_the_right_bits_or_a_typed_error(
     assert idle_loop_tasks() == 0
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="open files cannot be removed there")
+def test_readers_on_this_machine_keep_what_they_have_opened(url: str) -> None:
+    before = lynxkv.load(url)
+    with lynxkv.open(url) as reader:
+        lynxkv.encode(random_kv(seed=5), url, overwrite=True)
+        shutil.rmtree(url)
+        destination = KVDestination(reader.header)
+        decode_into(reader, destination, "full")
+    assert_equal(destination.kv, before)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_files_are_closed_with_their_reader(url: str) -> None:
+    with lynxkv.open(url) as reader:
+        list(reader.stream_anchor())
+    reader._scheduler.workers.shutdown(wait=True)
+    assert not [link for link in Path("/proc/self/fd").iterdir() if str(link.resolve()).startswith(url)]
+
+
 def test_transports_are_chosen_by_name_and_store(url: str) -> None:
     pytest.importorskip("obstore")
     with ThreadPoolExecutor(1) as workers:
-        assert isinstance(transport_for(Store(url), "fsspec", workers), BlockingTransport)
+        assert isinstance(transport_for(Store(url), "fsspec", workers), LocalTransport)
+        assert isinstance(transport_for(Store("memory://a.lynx"), "fsspec", workers), BlockingTransport)
         with pytest.raises(lynxkv.InputError, match="does not reach"):
             transport_for(Store(url), "obstore", workers)

@@ -56,9 +56,9 @@ class CacheReader:
         self.options = options or FetchOptions()
         self._header_only = header_only
         self._scheduler = Scheduler(self.options.concurrency, what=self.url)
+        self._transport = transport_for(self.store, self.options.transport, self._scheduler.workers)
+        self._ranges = RangeReader(self.url, self._transport, self.options, link)
         try:
-            self._transport = transport_for(self.store, self.options.transport, self._scheduler.workers)
-            self._ranges = RangeReader(self.url, self._transport, self.options, link)
             self._front = self._start_front(ANCHOR_NAME)
             self.header, self.anchor_head = self._scheduler.submit(Lane.ANCHOR, self._anchor_head).result()
         except BaseException:
@@ -156,6 +156,7 @@ class CacheReader:
     def close(self) -> None:
         """Stop reading: requests still in flight are cancelled, and streams say that the reader is closed."""
         self._scheduler.close()
+        self._transport.close()
 
     def __enter__(self) -> Self:
         return self
@@ -193,7 +194,10 @@ class CacheReader:
 
     async def _anchor_head(self) -> tuple[CacheHeader, ShardHead]:
         parse = partial(read_anchor_head, what=f"{self.url}/{ANCHOR_NAME}")
-        return await self._read_head(ANCHOR_NAME, self._front, parse)
+        header, head = await self._read_head(ANCHOR_NAME, self._front, parse)
+        if header.residual is not None:
+            await self._transport.keep(header.residual.name)
+        return header, head
 
     async def _residual_head(self, name: str, front: Front | None) -> ShardHead:
         def parse(read: ReadRange, size: int) -> ShardHead:

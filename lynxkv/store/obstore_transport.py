@@ -59,6 +59,12 @@ class ObstoreTransport:
         """As the server says."""
         return int((await self._obstore.head_async(await self._open(), self._folder + name))["size"])
 
+    async def keep(self, name: str) -> None:
+        """No store promises that."""
+
+    def close(self) -> None:
+        """Connections are kept for the next reader."""
+
     async def _open(self) -> Any:
         if self._objects is None:
             session = await self.store.fs.set_session()

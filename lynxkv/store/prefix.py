@@ -35,14 +35,10 @@ class Store:
     """One cache's prefix `NAME.lynx/` on any file system that fsspec reaches."""
 
     def __init__(self, url: Url) -> None:
-        url = os.fspath(url)
-        self.url = url.rstrip("/")
-        if not self.url.endswith(SUFFIX) or self.url.rsplit("/", 1)[-1] == SUFFIX:
+        name = os.fspath(url).rstrip("/")
+        if not name.endswith(SUFFIX) or name.rsplit("/", 1)[-1] == SUFFIX:
             raise InputError(f"{url} does not name a cache", hint=f"a cache is a folder or prefix NAME{SUFFIX}")
-        try:
-            self.fs, self.path = fsspec.core.url_to_fs(self.url, **_settings(self.url))
-        except (ValueError, ImportError) as error:
-            raise unknown_scheme(self.url, error) from error
+        self.fs, self.path, self.url = file_system(url)
         self._writer = writer_for(self.fs, self.path)
 
     @property
@@ -104,6 +100,15 @@ class Store:
             (ObjectInfo(name=item["name"].rsplit("/", 1)[-1], bytes=int(item["size"] or 0)) for item in listing),
             key=lambda item: item.name,
         )
+
+    def remove(self, name: str) -> None:
+        """Remove one object, if it is there.
+
+        Raises:
+            StoreError: it cannot be removed.
+        """
+        with writing(self.url):
+            self._writer.remove(name)
 
     def check_target(self, *, overwrite: bool) -> None:
         """Refuse early what `publish` would refuse late.
@@ -176,6 +181,22 @@ class Store:
             for path in (Path(self.path), *Path(self.path).parents):
                 if path.exists() and not path.is_dir():
                     raise in_the_way(self.url, path)
+
+
+def file_system(url: Url) -> tuple[Any, str, str]:
+    """The file system that takes `url`, the path in it, and `url` as text without a slash at its end.
+
+    Raises:
+        InputError: no file system takes it.
+    """
+    text = os.fspath(url)
+    if text.strip("/") and not text.endswith("://"):
+        text = text.rstrip("/")
+    try:
+        fs, path = fsspec.core.url_to_fs(text, **_settings(text))
+    except (ValueError, ImportError) as error:
+        raise unknown_scheme(text, error) from error
+    return fs, path, text
 
 
 def _settings(url: str) -> dict[str, Any]:

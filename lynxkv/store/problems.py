@@ -12,7 +12,7 @@ from typing import Any
 
 from fsspec.registry import available_protocols
 
-from lynxkv.errors import CacheExistsError, CacheNotFoundError, FetchError, InputError, StoreError
+from lynxkv.errors import CacheExistsError, CacheNotFoundError, FetchError, InputError, LynxError, StoreError
 
 # Packages that pyproject.toml has an extra for.
 EXTRAS = {"s3": "s3", "s3a": "s3", "http": "http", "https": "http"}
@@ -146,7 +146,7 @@ def writing(url: str) -> Iterator[None]:
     """
     try:
         yield
-    except StoreError:
+    except LynxError:
         raise
     except Exception as error:
         raise StoreError(f"cannot write {url}: {words_of(error)}", hint=hint_of(error)) from error

@@ -2,7 +2,8 @@
 
 http, s3      through the sessions of fsspec's own file systems, as their bytes arrive
 other async   whatever else fsspec reaches asynchronously, a range at a time
-blocking      local disks, memory, sftp and the like, on worker threads
+local         files of this machine, opened once
+blocking      memory, sftp and the like, on worker threads
 
 `obstore` (see `obstore_transport.py`) does the same for S3 and HTTP in compiled code.
 """
@@ -10,12 +11,16 @@ blocking      local disks, memory, sftp and the like, on worker threads
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import re
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
 
 from fsspec.asyn import AsyncFileSystem
 
@@ -52,6 +57,14 @@ class Transport(Protocol):
         """The size of an object in bytes."""
         ...
 
+    async def keep(self, name: str) -> None:
+        """See to it that an object can be read until the end, whoever removes it, where the store can promise that."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more will be read."""
+        ...
+
 
 def transport_for(store: Store, name: TransportName | Transport, workers: Executor) -> Transport:
     """The transport called `name` for a store; blocking file systems are read on `workers`.
@@ -67,6 +80,8 @@ def transport_for(store: Store, name: TransportName | Transport, workers: Execut
         return ObstoreTransport(store)
     if name != "fsspec":
         raise InputError(f"transport is {name!r}", hint="use fsspec or obstore")
+    if store.is_local:
+        return LocalTransport(store, workers)
     if not isinstance(store.fs, AsyncFileSystem):
         return BlockingTransport(store, workers)
     kinds: dict[str, type[AsyncTransport]] = {"http": HttpTransport, "s3": S3Transport}
@@ -89,6 +104,12 @@ class AsyncTransport:
     async def size(self, name: str) -> int:
         """As the file system says."""
         return int((await self.fs._info(self.store.path_of(name)))["size"])
+
+    async def keep(self, name: str) -> None:
+        """No store promises that."""
+
+    def close(self) -> None:
+        """Connections are the file system's, which keeps them for the next reader."""
 
 
 class HttpTransport(AsyncTransport):
@@ -146,12 +167,77 @@ class S3Transport(AsyncTransport):
             yield Answer(chunks=chunks, size=response["ContentLength"] if size is None else size)
 
 
+class LocalTransport:
+    """Files of this machine, each opened once: whoever replaces or removes a cache, its readers keep what they have."""
+
+    is_remote = False
+
+    def __init__(self, store: Store, workers: Executor) -> None:
+        self.folder, self.workers = Path(store.path), workers
+        self._lock = threading.Lock()
+        self._files: dict[str, BinaryIO] = {}
+        self._reading = 0
+        self._closed = False
+
+    @asynccontextmanager
+    async def get(self, name: str, start: int, stop: int) -> AsyncIterator[Answer]:
+        """One chunk."""
+        loop = asyncio.get_running_loop()
+        yield _whole(await loop.run_in_executor(self.workers, self._read, name, start, stop), start, stop)
+
+    async def size(self, name: str) -> int:
+        """Of the open file."""
+        return await asyncio.get_running_loop().run_in_executor(self.workers, self._size, name)
+
+    async def keep(self, name: str) -> None:
+        """Open it. If it is not there, whoever reads it is told."""
+        with contextlib.suppress(OSError):
+            await self.size(name)
+
+    def close(self) -> None:
+        """Close the files as soon as nobody reads them."""
+        with self._lock:
+            self._closed = True
+            self._close_unread()
+
+    def _read(self, name: str, start: int, stop: int) -> bytes:
+        with self._opened(name) as file:
+            if hasattr(os, "pread"):
+                return os.pread(file.fileno(), stop - start, start)
+            with self._lock:
+                file.seek(start)
+                return file.read(stop - start)
+
+    def _size(self, name: str) -> int:
+        with self._opened(name) as file:
+            return os.fstat(file.fileno()).st_size
+
+    @contextlib.contextmanager
+    def _opened(self, name: str) -> Iterator[BinaryIO]:
+        with self._lock:
+            if name not in self._files:
+                self._files[name] = (self.folder / name).open("rb", buffering=0)
+            self._reading += 1
+        try:
+            yield self._files[name]
+        finally:
+            with self._lock:
+                self._reading -= 1
+                self._close_unread()
+
+    def _close_unread(self) -> None:
+        if self._closed and not self._reading:
+            for file in self._files.values():
+                file.close()
+            self._files.clear()
+
+
 class BlockingTransport:
-    """File systems that block: each range occupies a worker thread."""
+    """Other file systems that block: each range occupies a worker thread."""
 
     def __init__(self, store: Store, workers: Executor) -> None:
         self.store, self.workers = store, workers
-        self.is_remote = not (store.is_local or store.protocol == "memory")
+        self.is_remote = store.protocol != "memory"
 
     @asynccontextmanager
     async def get(self, name: str, start: int, stop: int) -> AsyncIterator[Answer]:
@@ -162,6 +248,12 @@ class BlockingTransport:
     async def size(self, name: str) -> int:
         """As the file system says."""
         return await asyncio.get_running_loop().run_in_executor(self.workers, self.store.size, name)
+
+    async def keep(self, name: str) -> None:
+        """No store promises that."""
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 async def chunks_of(data: bytes) -> AsyncIterator[bytes]:

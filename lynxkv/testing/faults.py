@@ -84,6 +84,14 @@ class FaultyTransport:
         """As the other transport says."""
         return await self.inner.size(name)
 
+    async def keep(self, name: str) -> None:
+        """As the other transport does."""
+        await self.inner.keep(name)
+
+    def close(self) -> None:
+        """Close the other transport."""
+        self.inner.close()
+
     def _draw(self, name: str) -> Fault | None:
         if len(self.requests) <= self.skip or not name.startswith(self.only):
             return None

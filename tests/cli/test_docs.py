@@ -12,7 +12,10 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ["encode", "inspect", "check", "generate", "bench codec", "bench decode", "bench fetch", "bench kernels"]
+COMMANDS = [
+    "encode", "inspect", "check", "generate", "ls", "rm", "prune", "export",
+    "bench codec", "bench decode", "bench fetch", "bench kernels",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

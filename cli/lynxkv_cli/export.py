@@ -1,0 +1,37 @@
+"""`lynxkv export`: a cache as a plain safetensors file."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lynxkv.choices import Precision
+from lynxkv_cli._options import Json, Quiet, Url
+from lynxkv_cli._output import Output, size
+
+HELP = """Example: lynxkv export readme.lynx --out readme.safetensors
+
+Decode a cache into a plain safetensors file: layer.<i>.k and layer.<i>.v of shape [heads, tokens, head_dim],
+and token_ids if the cache stores them. `lynxkv encode --from` reads such a file.
+"""
+
+
+def export(
+    url: Url,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="KV.safetensors", help="The file to write.")],
+    precision: Annotated[Precision, typer.Option(help="exact needs a cache made with encode --exact.")] = "full",
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there already.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Export the cache at `url` to `out`."""
+    import lynxkv
+
+    output = Output.of(as_json=as_json, quiet=quiet)
+    report = lynxkv.export(url, out, precision=precision, overwrite=force)
+    output.result(asdict(report))
+    output.data(report.path)
+    output.note(f"{report.tokens} tokens, {report.layers} layers, {size(report.bytes)} at {report.precision} precision")

@@ -1,0 +1,34 @@
+"""`lynxkv rm`: remove caches."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from lynxkv_cli._options import Json, Quiet
+from lynxkv_cli._output import Output, size
+
+HELP = """Example: lynxkv rm readme.lynx
+
+Remove caches: the Anchor first, so that nobody finds one without its Residual.
+
+Only objects that lynxkv has written are removed; a folder goes with them if nothing else is in it.
+"""
+
+
+def rm(
+    urls: Annotated[list[str], typer.Argument(metavar="URL...", help="Caches: folders or any fsspec URLs.")],
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Remove the caches at `urls`."""
+    import lynxkv
+
+    output = Output.of(as_json=as_json, quiet=quiet)
+    removed = []
+    for url in urls:
+        removed.append(lynxkv.remove(url))
+        output.note(f"removed {removed[-1].url}, {size(removed[-1].bytes)}")
+    output.result({"removed": [asdict(item) for item in removed]})
