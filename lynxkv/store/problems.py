@@ -38,7 +38,7 @@ HINTS: tuple[tuple[tuple[str, ...], str], ...] = (
         ("signaturedoesnotmatch", "invalidaccesskeyid", "access key id", "credential", "expiredtoken", "unauthorized"),
         "check the credentials: for S3, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the profile",
     ),
-    (("accessdenied", "forbidden", "permission", "401", "403"), "check credentials and permissions"),
+    (("accessdenied", "forbidden", "permission"), "check credentials and permissions"),
     (("permanentredirect", "authorizationheadermalformed", "region"), "check the region: for S3, AWS_REGION"),
     (
         ("certificate", "sslerror", "ssl_error", "wrong version number"),
@@ -56,7 +56,7 @@ HINTS: tuple[tuple[tuple[str, ...], str], ...] = (
         ),
         "check the host's name, the port and the network; for S3, AWS_ENDPOINT_URL",
     ),
-    (("slowdown", "too many requests", "429", "503"), "the server is overloaded; try again later"),
+    (("slowdown", "slow down", "too many requests", "service unavailable"), "the server is overloaded; try again later"),
 )
 
 
