@@ -56,7 +56,10 @@ HINTS: tuple[tuple[tuple[str, ...], str], ...] = (
         ),
         "check the host's name, the port and the network; for S3, AWS_ENDPOINT_URL",
     ),
-    (("slowdown", "slow down", "too many requests", "service unavailable"), "the server is overloaded; try again later"),
+    (
+        ("slowdown", "slow down", "too many requests", "service unavailable"),
+        "the server is overloaded; try again later",
+    ),
 )
 
 
