@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from lynxkv.errors import ContentError, InputError
-from lynxkv.exact import unpack_exact
 from lynxkv.fetch import CacheReader, FetchOptions, SegmentPayload, open_cache
 from lynxkv.format.content import check_content
 from lynxkv.format.index import Segment
-from lynxkv.kernels import EntropyTables, FixedTables, Out, Tables, dequantize
+from lynxkv.kernels import EntropyTables, FixedTables, Out, Tables, dequantize, unpack_exact
 from lynxkv.kernels.paged import read, span, write
 from lynxkv.kernels.rounding import TORCH_DTYPES
 from lynxkv.kv import KV, KVLayer

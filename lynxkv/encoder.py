@@ -15,7 +15,6 @@ from torch import Tensor
 from lynxkv._version import __version__
 from lynxkv.codecs import Codec, get_codec
 from lynxkv.errors import FormatError, InputError
-from lynxkv.exact import pack_exact
 from lynxkv.format.document import VERSION
 from lynxkv.format.limits import (
     MAX_CHANNELS,
@@ -28,7 +27,7 @@ from lynxkv.format.limits import (
 )
 from lynxkv.format.read import read_anchor_head, read_residual_head
 from lynxkv.format.write import Payload, Shard, build_shards, payload
-from lynxkv.kernels import EntropyTables, Tables, dequantize, quantize
+from lynxkv.kernels import EntropyTables, Tables, dequantize, pack_exact, quantize
 from lynxkv.kv import KV
 from lynxkv.layout import (
     DTYPE_BYTES,

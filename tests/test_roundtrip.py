@@ -16,8 +16,7 @@ import lynxkv
 from lynxkv.codecs import CODECS, get_codec
 from lynxkv.decoder import CacheDecoder, KVDestination, decode_into, decode_stages
 from lynxkv.encoder import encode_shards
-from lynxkv.exact import pack_exact, unpack_exact
-from lynxkv.kernels import Paged
+from lynxkv.kernels import Backend, Paged, cpu, reference
 from lynxkv.kernels.rounding import TORCH_DTYPES, round_to
 from lynxkv.kv import KV, KVLayer, kv_from_safetensors, kv_to_safetensors
 from lynxkv.layout import Dtype, Identity, Precision, TensorName
@@ -217,19 +216,23 @@ def test_exact_brings_back_every_bit(codec: str, dtype: Dtype, tmp_path: Path, m
     check_against(lynxkv.load(url), kv, codec, dtype, "full")
 
 
-def test_exact_corrections_keep_every_16_bit_pattern_apart() -> None:
+@pytest.mark.parametrize("module", [reference, cpu])
+def test_exact_corrections_keep_every_16_bit_pattern_apart(module: Backend) -> None:
     patterns = np.arange(65536, dtype=np.uint16)
     for dtype, mask in (("bf16", 0x7F80), ("fp16", 0x7C00)):
         finite = patterns[(patterns & mask) != mask]
         full = np.random.default_rng(1).permutation(finite)
-        assert np.array_equal(unpack_exact(pack_exact(finite, full, dtype), full, dtype), finite)
+        raw = module.pack_exact(finite, full, dtype)
+        assert np.array_equal(raw, reference.pack_exact(finite, full, dtype))
+        assert np.array_equal(module.unpack_exact(raw, full, dtype), finite)
 
 
-def test_an_exact_correction_must_be_finite() -> None:
+@pytest.mark.parametrize("module", [reference, cpu])
+def test_an_exact_correction_must_be_finite(module: Backend) -> None:
     full = np.array([0x7F7F], np.uint16)
-    raw = pack_exact(np.array([0x7F80], np.uint16), full, "bf16")
+    raw = module.pack_exact(np.array([0x7F80], np.uint16), full, "bf16")
     with pytest.raises(ValueError, match="not finite"):
-        unpack_exact(raw, full, "bf16")
+        module.unpack_exact(raw, full, "bf16")
 
 
 def test_exact_is_refused_where_it_is_not(tmp_path: Path) -> None:

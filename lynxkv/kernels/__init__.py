@@ -24,6 +24,7 @@ from lynxkv.kernels.tables import ChannelStatistics, EntropyTables, FixedTables,
 from lynxkv.layout import Coding, TensorSpec
 
 U8 = npt.NDArray[np.uint8]
+U16 = npt.NDArray[np.uint16]
 
 BACKENDS = ("reference", "cpu", "triton")
 _NEEDS = {"cpu": "numba", "triton": "triton"}
@@ -40,6 +41,10 @@ class Backend(Protocol):
     ) -> None: ...
 
     def channel_statistics(self, x: Tensor) -> ChannelStatistics: ...
+
+    def pack_exact(self, original: U16, full: U16, dtype: str) -> U8: ...
+
+    def unpack_exact(self, raw: U8, full: U16, dtype: str) -> U16: ...
 
 
 def quantize(x: Tensor, coding: Coding, tables: Tables) -> tuple[U8, U8 | None]:
@@ -78,6 +83,25 @@ def channel_statistics(x: Tensor) -> ChannelStatistics:
         InputError: LYNXKV_BACKEND names no usable backend.
     """
     return backend(x.device.type).channel_statistics(x)
+
+
+def pack_exact(original: U16, full: U16, dtype: str) -> U8:
+    """The raw bytes of an exact segment from the 16-bit patterns of both, flat and in the order [H, t, D].
+
+    Raises:
+        InputError: LYNXKV_BACKEND names no usable backend.
+    """
+    return backend().pack_exact(original, full, dtype)
+
+
+def unpack_exact(raw: U8, full: U16, dtype: str) -> U16:
+    """The original's 16-bit patterns, from the full values' and the raw bytes of an exact segment.
+
+    Raises:
+        ValueError: a result is not finite.
+        InputError: LYNXKV_BACKEND names no usable backend.
+    """
+    return backend().unpack_exact(raw, full, dtype)
 
 
 def backend(device: str = "cpu") -> Backend:
@@ -137,5 +161,7 @@ __all__ = [
     "channel_statistics",
     "dequantize",
     "named_backend",
+    "pack_exact",
     "quantize",
+    "unpack_exact",
 ]

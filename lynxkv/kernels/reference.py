@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from lynxkv.errors import ContentError
+from lynxkv.exact import pack_exact as pack_exact
+from lynxkv.exact import unpack_exact as unpack_exact
 from lynxkv.kernels.paged import Out, write
 from lynxkv.kernels.rounding import TORCH_DTYPES, round_to
 from lynxkv.kernels.tables import ChannelStatistics, EntropyTables, FixedTables, Tables

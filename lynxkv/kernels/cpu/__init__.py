@@ -8,6 +8,7 @@ from torch import Tensor
 from lynxkv.kernels import reference
 from lynxkv.kernels.cpu.entropy_dequantize import dequantize_entropy
 from lynxkv.kernels.cpu.entropy_quantize import quantize_entropy
+from lynxkv.kernels.cpu.exact import pack_exact, unpack_exact
 from lynxkv.kernels.cpu.fixed_dequantize import dequantize_fixed
 from lynxkv.kernels.cpu.fixed_quantize import quantize_fixed
 from lynxkv.kernels.cpu.memory import U8, destination
@@ -49,4 +50,4 @@ def dequantize(
         raise TypeError(f"{type(tables).__name__} does not go with {type(coding).__name__}")
 
 
-__all__ = ["channel_statistics", "dequantize", "quantize"]
+__all__ = ["channel_statistics", "dequantize", "pack_exact", "quantize", "unpack_exact"]

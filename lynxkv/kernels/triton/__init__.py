@@ -22,7 +22,12 @@ from lynxkv.kernels.triton.launch_entropy import dequantize_entropy, quantize_en
 from lynxkv.kernels.triton.launch_fixed import can_quantize, dequantize_fixed, quantize_fixed
 from lynxkv.layout import Coding, EntropyCoding, FixedCoding, RawCoding, TensorSpec
 
-channel_statistics = reference.channel_statistics
+# Sums in f64, and corrections that lie in host memory: not worth a kernel.
+channel_statistics, pack_exact, unpack_exact = (
+    reference.channel_statistics,
+    reference.pack_exact,
+    reference.unpack_exact,
+)
 
 # While it runs a kernel, the interpreter replaces functions of Triton's language for the whole process.
 _one_at_a_time = threading.RLock() if os.environ.get("TRITON_INTERPRET") == "1" else nullcontext()
@@ -69,4 +74,4 @@ def dequantize(
         raise TypeError(f"{type(tables).__name__} does not go with {type(coding).__name__}")
 
 
-__all__ = ["channel_statistics", "dequantize", "quantize"]
+__all__ = ["channel_statistics", "dequantize", "pack_exact", "quantize", "unpack_exact"]
