@@ -34,6 +34,7 @@ from lynxkv.errors import (
 )
 
 if TYPE_CHECKING:
+    from lynxkv.batch import generate_batch as generate_batch
     from lynxkv.checkpoints import load_model as load_model
     from lynxkv.decoder import load as load
     from lynxkv.encoder import encode as encode
@@ -69,6 +70,7 @@ _LAZY = {
     "encode": "lynxkv.encoder.encode",
     "export": "lynxkv.exporting.export",
     "generate": "lynxkv.runner.generate",
+    "generate_batch": "lynxkv.batch.generate_batch",
     "inspect": "lynxkv.report.inspect",
     "list_caches": "lynxkv.manage.list_caches",
     "load": "lynxkv.decoder.load",
@@ -110,6 +112,7 @@ __all__ = [
     "encode",
     "export",
     "generate",
+    "generate_batch",
     "inspect",
     "list_caches",
     "load",

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from lynxkv.decoder import CacheDecoder
+from lynxkv.decoder import CacheDecoder, Destination
 from lynxkv.events import AnchorProgress, Event, ResidualProgress, Span, Track
 from lynxkv.fetch import CacheReader, SegmentPayload, SegmentStream
 from lynxkv.layout import Precision
-from lynxkv.models import LiveCache
 
 STAGES: tuple[Precision, ...] = ("anchor", "full", "exact")
 
@@ -25,6 +24,7 @@ class ArrivingCache:
     Args:
         straight: nobody looks at the cache before it has the aim, so lower precisions are not decoded.
         swap: called before and after the Residual changes the cache, and once when the Anchor is complete.
+        on_written: told of segments after they have been decoded.
         on_event: told of progress and spans.
 
     Attributes:
@@ -35,14 +35,15 @@ class ArrivingCache:
     def __init__(
         self,
         reader: CacheReader,
-        cache: LiveCache,
+        cache: Destination,
         aim: Precision,
         *,
         straight: bool,
-        swap: Callable[[], None],
-        on_event: Callable[[Event], None],
+        swap: Callable[[], None] = lambda: None,
+        on_written: Callable[[Sequence[SegmentPayload]], None] = lambda payloads: None,
+        on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        self._reader, self._swap, self._on_event = reader, swap, on_event
+        self._reader, self._swap, self._on_written, self._on_event = reader, swap, on_written, on_event
         self._aim: Precision = aim if reader.header.residual is not None else "anchor"
         self._decoder = CacheDecoder(reader.header, cache, skip_anchor=straight and self._aim != "anchor")
         self._missing = _missing(reader)
@@ -141,6 +142,7 @@ class ArrivingCache:
             self._start_residual()
         began, self._batch_bytes = self._now(), sum(payload.raw.nbytes for payload in payloads)
         self._decoder.anchor_all(payloads)
+        self._on_written(payloads)
         self._count("anchor", payloads)
         self._span("decode", began, sum(payload.segment.stored_bytes for payload in payloads))
         total = self._reader.bytes_anchor
@@ -158,6 +160,7 @@ class ArrivingCache:
         self._swap()
         began, self._batch_bytes = self._now(), sum(payload.raw.nbytes for payload in payloads)
         self._decoder.refine_all(payloads)
+        self._on_written(payloads)
         self._count("exact", [payload for payload in payloads if payload.segment.plan.part == "exact"])
         self._count("full", [payload for payload in payloads if payload.segment.plan.part != "exact"])
         self._span("refine", began, sum(payload.segment.stored_bytes for payload in payloads))

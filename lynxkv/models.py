@@ -63,6 +63,41 @@ class LiveCache(Protocol):
         """The cache as `KV`, sharing memory."""
 
 
+class BatchLiveCache(Protocol):
+    """The cache that a batch of sequences decodes on; see `integrations.hf.batch_cache`."""
+
+    @property
+    def stored(self) -> int:
+        """Slots for stored positions."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+
+    def row(self, number: int) -> RowDestination:
+        """One row, to be decoded into."""
+
+    def copy_stored(self, source: int, rows: Sequence[int], layer: int, tensor: TensorName, tokens: slice) -> None:
+        """Give stored positions of one row to others."""
+
+    def forget_stored(self, row: int, position: int) -> None:
+        """Let a row's stored positions from `position` on not count."""
+
+    def forget_last(self, row: int, tokens: int) -> None:
+        """Let a row's last `tokens` tokens not count."""
+
+    def rollback(self, slots: int) -> None:
+        """Forget all slots from `slots` on."""
+
+
+class RowDestination(Protocol):
+    """Where one row's stored positions are decoded to."""
+
+    def target(self, layer: int, tensor: TensorName) -> Tensor:
+        """A view [H, T, D]."""
+        ...
+
+
 class DecoderModel(Protocol):
     """A decoder-only model as `draft`, `verify` and `runner` see it."""
 
@@ -95,6 +130,16 @@ class DecoderModel(Protocol):
 
     def to_text(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids`, special tokens left out."""
+
+
+class BatchModel(DecoderModel, Protocol):
+    """A model that decodes several sequences together."""
+
+    def new_batch_cache(self, stored: Sequence[Sequence[LayerSpec]], new_slots: int) -> BatchLiveCache:
+        """Buffers for rows that store what `stored` says of their layers, and `new_slots` more tokens each."""
+
+    def batch_step(self, cache: Any, token_ids: Sequence[Sequence[int]], *, rows: int = 1) -> Tensor:
+        """Run each row's tokens after what `cache` holds; logits f32 [B, rows, V] of the last `rows` positions."""
 
 
 def prefill(

@@ -82,9 +82,8 @@ class Pace:
 
     def is_poor(self, target: Precision, drafted: int, accepted: int) -> bool:
         """Whether a verification came out worse than the estimate before it makes likely."""
-        return (
-            drafted >= LEAST_DRAFT and accepted < drafted and 1 - self.acceptance(target) ** (accepted + 1) < SURPRISE
-        )
+        as_bad = 1 - self.acceptance(target) ** (accepted + 1)
+        return drafted >= LEAST_DRAFT and accepted < drafted and as_bad < SURPRISE
 
 
 def _verified_s(begin_s: float, pass_s: float, left_s: float, tail_s: float) -> float:

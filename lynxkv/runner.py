@@ -145,7 +145,7 @@ class _Run:
         self.given_tokens = 0 if prompt.suffix_ids else 1
         self.max_draft_tokens = prompt.room_tokens - self.given_tokens
         # Of each draft token there are the logits of its verification, and both distributions.
-        self.stage_tokens = _draft_tokens(speculate, DRAFT_BYTES // (3 * 4 * model.vocab_tokens))
+        self.stage_tokens = draft_tokens(speculate, DRAFT_BYTES // (3 * 4 * model.vocab_tokens))
         self.text = GrowingText(
             model.to_text, eos_token_ids=model.eos_token_ids, stop=stop, max_tokens=prompt.room_tokens
         )
@@ -462,8 +462,8 @@ class _Run:
         return time.perf_counter() - self.reader.opened_at
 
 
-def _draft_tokens(speculate: object, most: int) -> int:
-    """The most tokens that an option lets a stage propose."""
+def draft_tokens(speculate: object, most: int) -> int:
+    """The most tokens that the option `speculate` lets a stage propose, of the `most` that there is memory for."""
     if speculate == "auto":
         return most
     if speculate == "off":

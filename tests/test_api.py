@@ -45,6 +45,7 @@ NAMES = [
     "encode",
     "export",
     "generate",
+    "generate_batch",
     "inspect",
     "list_caches",
     "load",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lynxkv_cli import bench_decode, bench_fetch, bench_kernels
+from lynxkv_cli import bench_batch, bench_decode, bench_fetch, bench_kernels
 from lynxkv_cli._errors import UsageProblem
 from lynxkv_cli._options import Json, Quiet, read_text
 from lynxkv_cli._output import Output, Progress, can_style
@@ -40,6 +40,9 @@ the Residual leads on to the original's bits.
 BASELINES = ("int8", "int4", "alg1:alpha=100,chunk_dtype=f32")
 
 app = typer.Typer(help=HELP, no_args_is_help=False, rich_markup_mode=None)
+app.command("batch", help=bench_batch.HELP, short_help="Several prompts over one cache, decoded together.")(
+    bench_batch.batch
+)
 app.command("decode", help=bench_decode.HELP, short_help="Time to the first tokens, from caches behind links.")(
     bench_decode.decode
 )

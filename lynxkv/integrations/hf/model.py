@@ -26,6 +26,7 @@ from lynxkv.checkpoints import Checkpoint, resolve
 from lynxkv.errors import InputError
 from lynxkv.identity import EDGE_BYTES, Digests, TensorEdges, fingerprint, text_sha256
 from lynxkv.integrations.hf import support
+from lynxkv.integrations.hf.batch_cache import BatchCache
 from lynxkv.integrations.hf.cache import ROLLBACK_TOKENS, LynxCache
 from lynxkv.integrations.hf.quiet import quiet
 from lynxkv.layout import Identity, LayerSpec
@@ -126,6 +127,31 @@ class Model:
             self._forward(cache, token_ids[start : start + CHUNK_TOKENS], 1)
             start += CHUNK_TOKENS
         return self._forward(cache, token_ids[start:], rows)[0].float()
+
+    def new_batch_cache(self, stored: Sequence[Sequence[LayerSpec]], new_slots: int) -> BatchCache:
+        """See `BatchCache.allocate`."""
+        return BatchCache.allocate(self, stored, new_slots)
+
+    @torch.inference_mode()
+    def batch_step(self, cache: BatchCache, token_ids: Sequence[Sequence[int]], *, rows: int = 1) -> Tensor:
+        """Run each row's tokens after what `cache` holds; logits f32 [B, rows, V] of the last `rows` positions.
+
+        Rows may differ in length, even be empty: they end together, and shorter ones are padded in front.
+        """
+        longest = max(map(len, token_ids))
+        ids = torch.tensor([[0] * (longest - len(row)) + list(row) for row in token_ids], device=self.hf.device)
+        present = torch.tensor([[False] * (longest - len(row)) + [True] * len(row) for row in token_ids])
+        positions, mask = cache.step_inputs(present.to(self.hf.device))
+        output = self.hf(
+            ids,
+            position_ids=positions,
+            attention_mask=mask,
+            use_cache=True,
+            logits_to_keep=rows,
+            **{self.cache_argument: cache},
+        )
+        logits: Tensor = output.logits[:, -rows:]
+        return logits.float()
 
     def _forward(self, cache: Any, token_ids: Sequence[int], rows: int) -> Tensor:
         ids = torch.tensor([list(token_ids)], device=self.hf.device)

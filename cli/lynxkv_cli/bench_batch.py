@@ -1,0 +1,89 @@
+"""`lynxkv bench batch`: several prompts over one cache, decoded together."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lynxkv_cli._options import Json, Quiet, parse_link, read_text
+from lynxkv_cli._output import Output, size
+from lynxkv_cli._tables import table
+
+HELP = """Example: lynxkv bench batch --batch 1 --batch 4 --tokens 512
+
+Measure what decoding several prompts over one cache together gains: verified tokens a second, how much of the
+drafts is accepted, and the memory of the rows' caches. The cache is fetched and refined once a batch.
+"""
+
+
+def batch(
+    model: Annotated[
+        str, typer.Option(metavar="MODEL", help="The alias smollm2, a Hugging Face folder or hub id, or a .gguf file.")
+    ] = "smollm2",
+    batches: Annotated[
+        list[int] | None,
+        typer.Option("--batch", metavar="N", min=1, help="Prompts at once; 1, 2, 4, 8 and 16 by default; repeatable."),
+    ] = None,
+    codec: Annotated[str, typer.Option(metavar="CODEC", help="How the cache is encoded.")] = "default",
+    document: Annotated[
+        str | None, typer.Option(metavar="@FILE", help="Use this text instead of Python's own.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(metavar="N", min=16, help="Document tokens to cache.")] = 2048,
+    link: Annotated[str, typer.Option(metavar="RATE[/RTT]", help="Read over a simulated link.")] = "100mbit/20ms",
+    new_tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Verified tokens a prompt.")] = 32,
+    repeats: Annotated[int, typer.Option(metavar="N", min=1, help="Times that everything is measured.")] = 3,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure batches."""
+    output = Output.of(as_json=as_json, quiet=quiet)
+    parse_link(link)
+    text = None if document is None else read_text(document, name="document", note=output.note)
+    import lynxkv
+    from lynxkv.bench.batch import BatchPlan, bench_batch
+    from lynxkv.bench.documents import Document, standard_documents
+
+    measured = standard_documents()[0]
+    if text is not None:
+        measured = Document(name=Path(str(document).removeprefix("@")).name, kind="file", text=text, prompts=())
+    plan = BatchPlan(
+        document=measured,
+        codec=codec,
+        tokens=tokens,
+        link=link,
+        new_tokens=new_tokens,
+        repeats=repeats,
+        **({"batches": tuple(dict.fromkeys(batches))} if batches else {}),
+    )
+    output.note(f"loading {model}")
+    loaded = lynxkv.load_model(model, report=output.note)
+    with output.progress() as bars:
+        rows = bench_batch(loaded, plan, progress=bars)
+    facts = {
+        "model": loaded.identity.model_id,
+        "document": measured.name,
+        "codec": codec,
+        "tokens": tokens,
+        "link": link,
+    }
+    output.result({**facts, "rows": [asdict(row) for row in rows]})
+    output.data(
+        f"{facts['model'] or 'unnamed'}, {tokens} tokens, {codec}, {link}, {new_tokens} tokens a prompt; medians\n\n"
+        + table(COLUMNS, rows)
+    )
+
+
+COLUMNS: dict[str, Any] = {
+    "batch": lambda row: str(row.batch),
+    "drafted": lambda row: f"{row.drafted:.1f}",
+    "accepted": lambda row: f"{row.accepted:.1f}",
+    "first draft": lambda row: "" if row.first_draft_s is None else f"{row.first_draft_s:.2f} s",
+    "first verified": lambda row: f"{row.first_verified_s:.2f} s",
+    "all": lambda row: f"{row.total_s:.2f} s",
+    "tokens/s": lambda row: f"{row.tokens_per_s:.1f}",
+    "tokens/s after": lambda row: f"{row.decode_tokens_per_s:.1f}",
+    "caches": lambda row: size(row.cache_bytes),
+}
