@@ -42,7 +42,7 @@ def test_rows_by_batch_size(lynx: Lynx, arguments: tuple[Any, ...]) -> None:
     assert list(schema["properties"]["rows"]["items"]["properties"]) == list(BatchBenchRow.__dataclass_fields__)
     one, three = result["rows"]
     assert (one["batch"], three["batch"], one["repeats"]) == (1, 3, 2)
-    assert three["cache_bytes"] == 3 * one["cache_bytes"]
+    assert three["cache_bytes"] >= 3 * one["cache_bytes"]
     for row in (one, three):
         assert row["accepted"] <= row["drafted"]
         assert row["first_verified_s"] <= row["total_s"]
