@@ -72,7 +72,7 @@ def batch(
     output.result({**facts, "rows": [asdict(row) for row in rows]})
     output.data(
         f"{facts['model'] or 'unnamed'}, {tokens} tokens, {codec}, {link}, {new_tokens} tokens a prompt; medians\n\n"
-        + table(COLUMNS, rows)
+        + table(COLUMNS, rows).rstrip()
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from lynxkv.bench.codec import Progress
 from lynxkv.bench.documents import Document
@@ -22,7 +22,7 @@ from lynxkv.codecs import get_codec
 from lynxkv.encoder import encode
 from lynxkv.errors import InputError
 from lynxkv.events import Event, GenerateResult, Verified
-from lynxkv.fetch import open_cache
+from lynxkv.fetch import CacheReader, SegmentPayload, SegmentStream, open_cache
 from lynxkv.integrations.hf import LynxCache, Model
 from lynxkv.integrations.hf.templates import open_turn, suffix
 from lynxkv.models import Prefilled, prefill_with_logits
@@ -31,13 +31,16 @@ from lynxkv.proof import prove
 from lynxkv.runner import Speculate, generate
 from lynxkv.store import Link
 
-Mode = Literal["progressive", "whole", "layers", "exact"]
-# What a mode asks of `generate`. Layers: without a draft, but steps run behind what arrives.
-MODES: dict[Mode, tuple[Speculate, Verify]] = {
+Mode = Literal["progressive", "whole", "layers", "exact", "draft", "held"]
+# What a mode asks of `generate`; None drafts k tokens. Layers: of caches without Residual, there is no draft, but steps
+# run behind what arrives. Draft and held differ only in whether the Residual is refined in meanwhile.
+MODES: dict[Mode, tuple[Speculate | None, Verify]] = {
     "progressive": ("auto", "full"),
     "whole": ("off", "full"),
     "layers": ("auto", "full"),
     "exact": ("auto", "exact"),
+    "draft": (None, "full"),
+    "held": (None, "full"),
 }
 DEFAULT_SYSTEMS = (
     "raw@whole",
@@ -132,7 +135,8 @@ class CacheSystem:
         """Open, fetch, draft, verify, decode on."""
         speculate, verify = MODES[self.mode]
         verified_s: list[float] = []
-        with open_cache(self.url, link=link) as reader:
+        open_reader = _HeldReader if self.mode == "held" else open_cache
+        with open_reader(self.url, link=link) as reader:
 
             def on_event(event: Event) -> None:
                 if isinstance(event, Verified):
@@ -143,7 +147,7 @@ class CacheSystem:
                 self.model,
                 suffix_ids,
                 max_new_tokens=tokens,
-                speculate=speculate,
+                speculate=tokens if speculate is None else speculate,
                 verify=verify,
                 pace=self.pace,
                 on_event=on_event,
@@ -161,6 +165,25 @@ class CacheSystem:
     def _is_plain(self, suffix_ids: Sequence[int], result: GenerateResult) -> bool:
         with open_cache(self.url) as reader:
             return prove(reader, self.model, suffix_ids, result).equal
+
+
+class _HeldReader(CacheReader):
+    """Fetches as others do, but keeps the Residual out of the cache until somebody waits for it."""
+
+    def start_residual(self, *, exact: bool = False) -> Any:
+        """A stream of which nothing is ever ready."""
+        return _HeldStream(super().start_residual(exact=exact))
+
+
+class _HeldStream:
+    def __init__(self, stream: SegmentStream) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def ready(self) -> list[SegmentPayload]:
+        return []
 
 
 @dataclass

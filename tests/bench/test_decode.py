@@ -18,7 +18,18 @@ if TYPE_CHECKING:
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "bench-decode.schema.json"
 SMALL = ("bench", "decode", "--tokens", 60, "--kth", 5, "--repeats", 2, "--link", "20mbit/2ms")
-SYSTEMS = ("default", "default@whole", "default@exact", "int8@whole", "int8@layers", "raw@whole", "prefill")
+DRAFTS = ("default@draft", "default@held")
+SYSTEMS = (
+    "default",
+    "default@whole",
+    "default@exact",
+    "int8@whole",
+    "int8@layers",
+    "raw@whole",
+    "prefill",
+    "default@draft",
+    "default@held",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +62,7 @@ def test_rows_of_all_kinds_of_systems(lynx: Lynx, document: str) -> None:
     assert exact["bytes_anchor"] < default["bytes_total"] < exact["bytes_total"]
     assert whole["drafted"] == rows["int8@layers"]["drafted"] == 0
     assert rows["prefill"]["bytes_total"] == 0
+    assert rows["default@draft"]["drafted"] == rows["default@held"]["drafted"] == 5
     assert [item["system"] for item in result["speedups"]] == [name for name in SYSTEMS if name != "int8@whole"]
     assert {item["baseline"] for item in result["speedups"]} == {"int8@whole"}
 
