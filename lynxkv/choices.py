@@ -15,6 +15,9 @@ Verify = Literal["none", "full", "exact"]
 TransportName = Literal["fsspec", "obstore"]
 """What makes the requests when a cache is fetched."""
 
+ResidualPolicy = Literal["error", "anchor-only"]
+"""What loading does when the Residual cannot be fetched."""
+
 CODEC_NAMES = ("default", "quality", "fast", "fixed", "alg1", "alg1-shift", "raw", "int8", "int4")
 CODEC_FORM = "write it like default:radix=5 or alg1:alpha=100,chunk_dtype=f32"
 

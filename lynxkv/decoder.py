@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lynxkv.errors import ContentError, InputError
+from lynxkv.errors import CacheNotFoundError, ContentError, FetchError, InputError
 from lynxkv.fetch import CacheReader, FetchOptions, SegmentPayload, open_cache
 from lynxkv.format.content import check_content
 from lynxkv.format.index import Segment
@@ -284,22 +284,31 @@ def load(
     """
     with open_cache(url, link=link, options=options) as reader:
         destination = KVDestination(reader.header)
-        decode_into(reader, destination, precision)
+        destination.kv.precision = decode_into(reader, destination, precision)
         ids = reader.token_ids()
         destination.kv.token_ids = ids.tolist() if ids is not None else None
     return destination.kv
 
 
-def decode_into(reader: CacheReader, destination: Destination, precision: Precision) -> None:
+def decode_into(reader: CacheReader, destination: Destination, precision: Precision) -> Precision:
     """Fetch and decode an open cache into `destination`, to `precision` or the best it has.
+
+    Returns `precision`, or "anchor" if the Residual cannot be fetched and the reader's options allow for that.
 
     Raises:
         InputError: there is no such precision, or cache or destination cannot hold exact values.
         CacheNotFoundError, FetchError: the store cannot deliver it.
         FormatError: it is damaged.
     """
-    for _ in decode_stages(reader, destination, (precision,)):
-        pass
+    try:
+        for _ in decode_stages(reader, destination, (precision,)):
+            pass
+    except (CacheNotFoundError, FetchError):
+        if reader.residual_problem is None or reader.options.if_residual_unavailable == "error":
+            raise
+        # What has been refined by now would make the values a mixture.
+        return decode_into(reader, destination, "anchor")
+    return precision
 
 
 def decode_stages(

@@ -84,6 +84,7 @@ def encode(
     logits: Tensor | None = None,
     store_token_ids: bool = True,
     overwrite: bool = False,
+    residual_url: Url | None = None,
     progress: Progress | None = None,
 ) -> EncodeReport:
     """Encode a KV cache and publish it at `url`, which ends in `.lynx`.
@@ -94,6 +95,8 @@ def encode(
         exact: add what leads from full precision back to the original, bit by bit.
         logits: of the last position, [V] f32, from the run that computed `kv`; stored whole (SPEC 9.3).
         store_token_ids: False keeps only the digests of the token ids.
+        residual_url: a folder or prefix for the Residual, instead of beside the Anchor. Its readers need to be told:
+            nothing in the cache says where.
         progress: called with the name of the work, how much is done and how much there is.
 
     Raises:
@@ -104,6 +107,9 @@ def encode(
     """
     store = Store(url)
     store.check_target(overwrite=overwrite)
+    residual_store = None if residual_url is None else Store.of_residuals(residual_url)
+    if residual_store is not None:
+        residual_store.check_writable()
     cache = encode_shards(
         kv,
         codec=codec,
@@ -116,7 +122,7 @@ def encode(
     )
     ref = cache.header.residual
     residual = (ref.name, cache.residual) if ref is not None and cache.residual is not None else None
-    store.publish(cache.anchor, residual, overwrite=overwrite)
+    store.publish(cache.anchor, residual, overwrite=overwrite, residual_store=residual_store)
     return EncodeReport(
         url=store.url,
         cache_id=cache.header.cache_id,

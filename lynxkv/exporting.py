@@ -11,6 +11,7 @@ from pathlib import Path
 from lynxkv.choices import Precision
 from lynxkv.decoder import load
 from lynxkv.errors import StoreError
+from lynxkv.fetch import FetchOptions
 from lynxkv.kv import kv_to_safetensors
 from lynxkv.store import Link, Url
 from lynxkv.store.problems import writing
@@ -18,7 +19,7 @@ from lynxkv.store.problems import writing
 
 @dataclass(frozen=True, kw_only=True)
 class ExportReport:
-    """What `export` has written."""
+    """What `export` has written; `precision` is that of the values."""
 
     url: str
     path: str
@@ -35,6 +36,7 @@ def export(
     precision: Precision = "full",
     overwrite: bool = False,
     link: Link | None = None,
+    options: FetchOptions | None = None,
 ) -> ExportReport:
     """Decode the cache at `url` and write `layer.<i>.k`, `layer.<i>.v` [H, T, D] and `token_ids` [T] to `path`.
 
@@ -50,7 +52,7 @@ def export(
         raise StoreError(f"{target} exists already", hint="give another name, or --force to replace it")
     if not target.parent.is_dir():
         raise StoreError(f"cannot write {target}: there is no such folder", hint="make the folder first")
-    kv = load(url, precision=precision, link=link)
+    kv = load(url, precision=precision, link=link, options=options)
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
         with writing(str(target)):
@@ -63,7 +65,7 @@ def export(
     return ExportReport(
         url=os.fspath(url),
         path=str(target),
-        precision=precision,
+        precision=kv.precision or precision,
         tokens=kv.tokens,
         layers=len(kv.layers),
         bytes=target.stat().st_size,

@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from lynxkv.choices import Precision
 from lynxkv.errors import InputError
 from lynxkv.layout import LayerKind, TensorName
 
@@ -30,12 +31,16 @@ class KVLayer:
 
 @dataclass(kw_only=True)
 class KV:
-    """The KV tensors of positions [start, stop) of one sequence; there is no batch dimension."""
+    """The KV tensors of positions [start, stop) of one sequence; there is no batch dimension.
+
+    `precision` says what values loaded from a cache are; None if they come from elsewhere.
+    """
 
     layers: list[KVLayer]
     start: int = 0
     stop: int = 0
     token_ids: list[int] | None = field(default=None)
+    precision: Precision | None = None
 
     @property
     def tokens(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lynxkv.errors import ChecksumError, ContentError, FormatError, StoreError
-from lynxkv.fetch import CacheReader, open_cache
+from lynxkv.fetch import CacheReader, FetchOptions, open_cache
 from lynxkv.format.content import check_content
 from lynxkv.format.document import ANCHOR_NAME
 from lynxkv.format.index import ZSTD, Segment
@@ -138,14 +138,14 @@ def inspect(url: Url, *, link: Link | None = None) -> InspectReport:
         )
 
 
-def check(url: Url, *, link: Link | None = None) -> CheckReport:
+def check(url: Url, *, link: Link | None = None, options: FetchOptions | None = None) -> CheckReport:
     """Read all of the cache at `url` and check structure, checksums, binding and content (SPEC 4 to 8).
 
     Raises:
         CacheNotFoundError, FetchError: the store cannot deliver it.
         FormatError: something is not as the SPEC wants it.
     """
-    with open_cache(url, link=link) as reader:
+    with open_cache(url, link=link, options=options) as reader:
         header, residual = reader.header, reader.header.residual
         segments = _check_shard(reader, reader.anchor_head, ANCHOR_NAME)
         if residual is not None:

@@ -304,7 +304,14 @@ def test_a_deadline_ends_what_would_go_on(url: str, faulty: Callable[..., Faulty
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"concurrency": 0}, {"attempts": 0}, {"stall_s": 0}, {"deadline_s": -1}, {"request_timeout_s": 0}],
+    [
+        {"concurrency": 0},
+        {"attempts": 0},
+        {"stall_s": 0},
+        {"deadline_s": -1},
+        {"request_timeout_s": 0},
+        {"if_residual_unavailable": "shrug"},
+    ],
 )
 def test_options_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(lynxkv.InputError):
@@ -490,3 +497,63 @@ def test_transports_are_chosen_by_name_and_store(url: str) -> None:
         assert isinstance(transport_for(Store("memory://a.lynx"), "fsspec", workers), BlockingTransport)
         with pytest.raises(lynxkv.InputError, match="does not reach"):
             transport_for(Store(url), "obstore", workers)
+
+
+def test_a_residual_may_be_elsewhere(tmp_path: Path) -> None:
+    kv, hot, cold = random_kv(layers=3), tmp_path / "hot.lynx", tmp_path / "cold"
+    lynxkv.encode(kv, hot, residual_url=cold)
+    assert [path.name for path in hot.iterdir()] == ["anchor.safetensors"]
+    (residual,) = cold.iterdir()
+    lynxkv.encode(kv, tmp_path / "plain.lynx")
+    options = FetchOptions(residual_url=cold)
+    assert_equal(lynxkv.load(hot, options=options), lynxkv.load(tmp_path / "plain.lynx"))
+    assert lynxkv.check(hot, options=options).segments == lynxkv.check(tmp_path / "plain.lynx").segments
+    with pytest.raises(lynxkv.CacheNotFoundError, match=r"hot\.lynx: the Residual .* is missing") as caught:
+        lynxkv.load(hot)
+    assert "elsewhere" in str(caught.value.hint)
+    with pytest.raises(lynxkv.CacheExistsError):
+        lynxkv.encode(random_kv(seed=3), hot, residual_url=cold)
+    assert list(cold.iterdir()) == [residual]
+
+
+def test_a_target_for_residuals_is_checked_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(lynxkv.StoreError, match="is a file"):
+        lynxkv.encode(random_kv(), tmp_path / "a.lynx", residual_url=tmp_path / "file")
+    assert not (tmp_path / "a.lynx").exists()
+
+
+@pytest.mark.parametrize("after", [0, 1, 4])
+def test_without_residual_the_anchor_serves_if_that_is_asked_for(
+    after: int, url: str, small_ranges: None, faulty: Callable[..., FaultyTransport]
+) -> None:
+    """Also if the Residual is lost half way: nothing that has been refined stays."""
+    anchor = lynxkv.load(url, precision="anchor")
+    counting = faulty(share=0)
+    lynxkv.load(url, precision="anchor", options=FetchOptions(transport=counting))
+    assert (anchor.precision, lynxkv.load(url).precision) == ("anchor", "full")
+    transport = faulty("refused", only="residual", skip=len(counting.requests) + after)
+    loaded = lynxkv.load(
+        url, options=FetchOptions(transport=transport, attempts=1, if_residual_unavailable="anchor-only")
+    )
+    assert transport.injected
+    assert loaded.precision == "anchor"
+    assert_equal(loaded, anchor)
+    with pytest.raises(lynxkv.FetchError):
+        lynxkv.load(url, options=FetchOptions(transport=faulty("refused", only="residual"), attempts=1))
+
+
+def test_a_damaged_residual_is_an_error_always(url: str) -> None:
+    residual = next(Path(url).glob("residual-*"))
+    data = bytearray(residual.read_bytes())
+    data[-70] ^= 1
+    residual.write_bytes(data)
+    with pytest.raises(lynxkv.FormatError):
+        lynxkv.load(url, options=FetchOptions(if_residual_unavailable="anchor-only"))
+
+
+def test_a_lost_anchor_is_an_error_always(url: str, faulty: Callable[..., FaultyTransport]) -> None:
+    transport = faulty("refused", only="anchor")
+    options = FetchOptions(transport=transport, attempts=1, if_residual_unavailable="anchor-only")
+    with pytest.raises(lynxkv.FetchError):
+        lynxkv.load(url, options=options)

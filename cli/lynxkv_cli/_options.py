@@ -21,6 +21,10 @@ Url = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout; docs/json.md has its schema.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no messages, only data.")]
+ResidualUrl = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="Where the Residual is, if it was written with encode --residual-out."),
+]
 Model = Annotated[
     str | None,
     typer.Option(

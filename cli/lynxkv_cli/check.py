@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from lynxkv_cli._options import Json, Quiet, Url
+from lynxkv_cli._options import Json, Quiet, ResidualUrl, Url
 from lynxkv_cli._output import Output, size
 
 if TYPE_CHECKING:
@@ -19,12 +19,12 @@ Exit code 0 says that the cache is whole; what is wrong is named otherwise.
 """
 
 
-def check(url: Url, as_json: Json = False, quiet: Quiet = False) -> None:
+def check(url: Url, residual_url: ResidualUrl = None, as_json: Json = False, quiet: Quiet = False) -> None:
     """Check the cache at `url`."""
     import lynxkv
 
     output = Output.of(as_json=as_json, quiet=quiet)
-    report = lynxkv.check(url)
+    report = lynxkv.check(url, options=lynxkv.FetchOptions(residual_url=residual_url))
     output.result(asdict(report))
     if not quiet:
         lines = [f"{report.url}: whole, {report.tokens} tokens, {report.segments} segments, {size(report.bytes)}"]

@@ -71,6 +71,10 @@ def encode(
     logits: Annotated[
         bool, typer.Option("--logits", help="Store the last position's logits: they give the prompt's next token.")
     ] = False,
+    residual_out: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="A folder or prefix for the Residual, if it is not to be beside the Anchor."),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a cache that is there already.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -100,6 +104,8 @@ def encode(
     method = check_options(get_codec(choice.name, **choice.params), dtype)
     exact = exact or choice.exact
     Store(out).check_target(overwrite=force)
+    if residual_out is not None:
+        Store.of_residuals(residual_out).check_writable()
     kv, identity, last_logits, prefill_s = source()
     started = time.monotonic()
     with output.progress() as progress:
@@ -113,6 +119,7 @@ def encode(
             logits=last_logits if logits else None,
             store_token_ids=token_ids,
             overwrite=force,
+            residual_url=residual_out,
             progress=progress,
         )
     encode_s = time.monotonic() - started

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from lynxkv.choices import Precision
-from lynxkv_cli._options import Json, Quiet, Url
+from lynxkv.choices import Precision, ResidualPolicy
+from lynxkv_cli._options import Json, Quiet, ResidualUrl, Url
 from lynxkv_cli._output import Output, size
 
 HELP = """Example: lynxkv export readme.lynx --out readme.safetensors
@@ -23,6 +23,10 @@ def export(
     url: Url,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="KV.safetensors", help="The file to write.")],
     precision: Annotated[Precision, typer.Option(help="exact needs a cache made with encode --exact.")] = "full",
+    residual_url: ResidualUrl = None,
+    if_residual_unavailable: Annotated[
+        ResidualPolicy, typer.Option(help="anchor-only exports the Anchor's values then, and says so.")
+    ] = "error",
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there already.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -31,7 +35,10 @@ def export(
     import lynxkv
 
     output = Output.of(as_json=as_json, quiet=quiet)
-    report = lynxkv.export(url, out, precision=precision, overwrite=force)
+    options = lynxkv.FetchOptions(residual_url=residual_url, if_residual_unavailable=if_residual_unavailable)
+    report = lynxkv.export(url, out, precision=precision, overwrite=force, options=options)
+    if report.precision != precision:
+        output.note(f"the Residual is not to be had: values have {report.precision} precision")
     output.result(asdict(report))
     output.data(report.path)
     output.note(f"{report.tokens} tokens, {report.layers} layers, {size(report.bytes)} at {report.precision} precision")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
-from lynxkv.choices import TransportName
+from lynxkv.choices import ResidualPolicy, TransportName
 from lynxkv.errors import InputError
+from lynxkv.store import Url
 from lynxkv.store.transport import Transport
 
 # A range holds neighbouring segments of about so many bytes. Smaller ones cost requests; but all that are in flight at
@@ -29,6 +31,10 @@ class FetchOptions:
         request_timeout_s: so is one that takes longer than this; what it brought is kept.
         deadline_s: no fetching goes on longer than this after opening; None: no such limit.
         attempts: requests in a row that bring nothing before a range is given up.
+        residual_url: the folder or prefix that holds the Residual, if it is not beside the Anchor. Nothing in a cache
+            names such a place: only who reads it does.
+        if_residual_unavailable: "error", or "anchor-only": what is loaded then has the Anchor's precision and says so.
+            A Residual that is damaged or belongs to another encode is an error always.
     """
 
     transport: TransportName | Transport = "fsspec"
@@ -37,12 +43,18 @@ class FetchOptions:
     request_timeout_s: float = 60.0
     deadline_s: float | None = None
     attempts: int = 4
+    residual_url: Url | None = None
+    if_residual_unavailable: ResidualPolicy = "error"
 
     def __post_init__(self) -> None:
         if not 1 <= self.concurrency <= 256:
             raise InputError(f"concurrency is {self.concurrency}", hint="use 1 to 256 requests at a time")
         if self.attempts < 1:
             raise InputError(f"attempts is {self.attempts}", hint="use at least 1")
+        if self.if_residual_unavailable not in get_args(ResidualPolicy):
+            raise InputError(
+                f"if_residual_unavailable is {self.if_residual_unavailable!r}", hint="use error or anchor-only"
+            )
         limits = (self.stall_s, self.request_timeout_s, 1.0 if self.deadline_s is None else self.deadline_s)
         if not all(seconds > 0 for seconds in limits):
             raise InputError("a time limit is not positive", hint="time limits are seconds above 0")

@@ -6,8 +6,9 @@ Nothing here decodes; nothing here imports torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
@@ -15,7 +16,7 @@ from typing import Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from lynxkv.errors import BindingError, CacheNotFoundError, ChecksumError, FormatError, TruncatedError
+from lynxkv.errors import BindingError, CacheNotFoundError, ChecksumError, FetchError, FormatError, TruncatedError
 from lynxkv.fetch.head import Front, read_head
 from lynxkv.fetch.options import FetchOptions
 from lynxkv.fetch.ranges import Fetched, RangeReader
@@ -56,8 +57,14 @@ class CacheReader:
         self.options = options or FetchOptions()
         self._header_only = header_only
         self._scheduler = Scheduler(self.options.concurrency, what=self.url)
-        self._transport = transport_for(self.store, self.options.transport, self._scheduler.workers)
-        self._ranges = RangeReader(self.url, self._transport, self.options, link)
+        transport = transport_for(self.store, self.options.transport, self._scheduler.workers)
+        self._ranges = self._residual_ranges = RangeReader(self.url, transport, self.options, link)
+        if self.options.residual_url is not None:
+            store = Store.of_residuals(self.options.residual_url)
+            transport = transport_for(store, self.options.transport, self._scheduler.workers)
+            self._residual_ranges = RangeReader(store.url, transport, self.options, link)
+        # Why the Residual could not be fetched, once that is known.
+        self.residual_problem: str | None = None
         try:
             self._front = self._start_front(ANCHOR_NAME)
             self.header, self.anchor_head = self._scheduler.submit(Lane.ANCHOR, self._anchor_head).result()
@@ -105,7 +112,7 @@ class CacheReader:
             CacheNotFoundError, FetchError: the store cannot tell.
             StoreError: the reader is closed.
         """
-        return self._scheduler.submit(_lane(name), partial(self._ranges.size, name)).result()
+        return self._scheduler.submit(_lane(name), partial(self._ranges_of(name).size, name)).result()
 
     def start_residual(self, *, exact: bool = False) -> SegmentStream:
         """Start to fetch the Residual: its head first, then its segments in file order, exact ones if asked for.
@@ -156,7 +163,8 @@ class CacheReader:
     def close(self) -> None:
         """Stop reading: requests still in flight are cancelled, and streams say that the reader is closed."""
         self._scheduler.close()
-        self._transport.close()
+        self._ranges.transport.close()
+        self._residual_ranges.transport.close()
 
     def __enter__(self) -> Self:
         return self
@@ -189,68 +197,88 @@ class CacheReader:
 
     def _start_front(self, name: str) -> Front:
         """Ask for the first bytes of a shard whose head is not known yet."""
-        stop = (AHEAD if self._transport.is_remote and not self._header_only else 1) * FIRST_READ_BYTES
+        is_remote = self._ranges_of(name).transport.is_remote
+        stop = (AHEAD if is_remote and not self._header_only else 1) * FIRST_READ_BYTES
         return Front([self._submit_range(name, at, at + FIRST_READ_BYTES) for at in range(0, stop, FIRST_READ_BYTES)])
 
     async def _anchor_head(self) -> tuple[CacheHeader, ShardHead]:
         parse = partial(read_anchor_head, what=f"{self.url}/{ANCHOR_NAME}")
         header, head = await self._read_head(ANCHOR_NAME, self._front, parse)
         if header.residual is not None:
-            await self._transport.keep(header.residual.name)
+            await self._residual_ranges.transport.keep(header.residual.name)
         return header, head
 
     async def _residual_head(self, name: str, front: Front | None) -> ShardHead:
         def parse(read: ReadRange, size: int) -> ShardHead:
-            return read_residual_head(read, size, self.header, what=f"{self.url}/{name}")
+            return read_residual_head(read, size, self.header, what=f"{self._residual_ranges.url}/{name}")
 
-        try:
-            return await self._read_head(name, front, parse)
-        except CacheNotFoundError as error:
-            raise CacheNotFoundError(f"{self.url}: the Residual {name} is missing", hint="encode it again") from error
+        with self._noticing(name):
+            try:
+                return await self._read_head(name, front, parse)
+            except CacheNotFoundError as error:
+                hint = "encode the cache again; if its Residual is elsewhere, say where"
+                where = self._residual_ranges.url
+                raise CacheNotFoundError(f"{where}: the Residual {name} is missing", hint=hint) from error
 
     async def _read_head(self, name: str, front: Front | None, parse: Callable[[ReadRange, int], T]) -> T:
-        size = partial(self._ranges.size, name)
+        ranges = self._ranges_of(name)
+        size = partial(ranges.size, name)
         try:
             return await read_head(partial(self._fetch, name, front), size, parse)
         except FormatError:  # damaged on the way, perhaps
-            return await read_head(partial(self._ranges.fetch, name), size, parse)
+            return await read_head(partial(ranges.fetch, name), size, parse)
 
     async def _fetch(self, name: str, front: Front | None, start: int, stop: int) -> Fetched:
         """Bytes [start, stop) of a shard, those that have been asked for already from there."""
+        ranges = self._ranges_of(name)
         if front is None or start >= front.stop:
-            return await self._ranges.fetch(name, start, stop)
+            return await ranges.fetch(name, start, stop)
         first = await front.fetch(start, min(stop, front.stop))
         if stop <= front.stop or len(first.data) < front.stop - start:
             return first
-        rest = await self._ranges.fetch(name, front.stop, stop)
+        rest = await ranges.fetch(name, front.stop, stop)
         return Fetched(data=first.data + rest.data, size=first.size)
 
     def _submit_range(self, name: str, start: int, stop: int) -> Future[Fetched]:
-        return self._scheduler.submit(_lane(name), partial(self._ranges.fetch, name, start, stop))
+        return self._scheduler.submit(_lane(name), partial(self._ranges_of(name).fetch, name, start, stop))
 
     def _submit_segments(self, name: str, front: Front | None, wanted: SegmentRange) -> Future[list[SegmentPayload]]:
         async def fetch_checked() -> list[SegmentPayload]:
             """What fails a check is fetched once more before giving up, and not from what came ahead."""
-            try:
-                fetched = await self._fetch(name, front, wanted.start, wanted.stop)
-                self._scheduler.give_way()
-                return await self._scheduler.compute(self._check, name, wanted, fetched)
-            except (ChecksumError, TruncatedError):
-                fetched = await self._ranges.fetch(name, wanted.start, wanted.stop)
-                return await self._scheduler.compute(self._check, name, wanted, fetched)
+            with self._noticing(name):
+                try:
+                    fetched = await self._fetch(name, front, wanted.start, wanted.stop)
+                    self._scheduler.give_way()
+                    return await self._scheduler.compute(self._check, name, wanted, fetched)
+                except (ChecksumError, TruncatedError):
+                    fetched = await self._ranges_of(name).fetch(name, wanted.start, wanted.stop)
+                    return await self._scheduler.compute(self._check, name, wanted, fetched)
 
         return self._scheduler.submit(_lane(name), fetch_checked)
 
     def _check(self, name: str, wanted: SegmentRange, fetched: Fetched) -> list[SegmentPayload]:
-        data = memoryview(fetched.data)
-        at = wanted.start - wanted.segments[0].offset
-        payloads = []
-        for segment in wanted.segments:
-            stored = data[segment.offset + at - wanted.start : segment.stop + at - wanted.start]
-            payloads.append(
-                SegmentPayload(segment=segment, raw=open_segment(segment, stored, what=f"{self.url}/{name}"))
+        data, first = memoryview(fetched.data), wanted.segments[0].offset
+        what = f"{self._ranges_of(name).url}/{name}"
+        return [
+            SegmentPayload(
+                segment=segment,
+                raw=open_segment(segment, data[segment.offset - first : segment.stop - first], what=what),
             )
-        return payloads
+            for segment in wanted.segments
+        ]
+
+    def _ranges_of(self, name: str) -> RangeReader:
+        return self._ranges if name == ANCHOR_NAME else self._residual_ranges
+
+    @contextmanager
+    def _noticing(self, name: str) -> Iterator[None]:
+        """Remember that the Residual could not be fetched."""
+        try:
+            yield
+        except (CacheNotFoundError, FetchError) as error:
+            if name != ANCHOR_NAME:
+                self.residual_problem = error.message
+            raise
 
 
 def open_cache(url: Url, *, link: Link | None = None, options: FetchOptions | None = None) -> CacheReader:

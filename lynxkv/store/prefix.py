@@ -38,6 +38,16 @@ class Store:
         name = os.fspath(url).rstrip("/")
         if not name.endswith(SUFFIX) or name.rsplit("/", 1)[-1] == SUFFIX:
             raise InputError(f"{url} does not name a cache", hint=f"a cache is a folder or prefix NAME{SUFFIX}")
+        self._open(url)
+
+    @classmethod
+    def of_residuals(cls, url: Url) -> Store:
+        """A folder or prefix that holds Residuals whose Anchors are elsewhere; its name is free."""
+        store = cls.__new__(cls)
+        store._open(url)
+        return store
+
+    def _open(self, url: Url) -> None:
         self.fs, self.path, self.url = file_system(url)
         self._writer = writer_for(self.fs, self.path)
 
@@ -117,16 +127,28 @@ class Store:
             CacheExistsError: a cache is there and `overwrite` is false.
             StoreError: the target cannot be written, as far as that shows beforehand.
         """
-        self._check_path()
-        with writing(self.url):
-            self._writer.probe()
+        self.check_writable()
         if not overwrite and self.exists():
             raise exists_already(self.url, "give another name, or --force to replace it")
 
-    def publish(self, anchor: Shard, residual: tuple[str, Shard] | None, *, overwrite: bool) -> None:
+    def check_writable(self) -> None:
+        """Raise a StoreError if objects cannot be written here, as far as that shows beforehand."""
+        self._check_path()
+        with writing(self.url):
+            self._writer.probe()
+
+    def publish(
+        self,
+        anchor: Shard,
+        residual: tuple[str, Shard] | None,
+        *,
+        overwrite: bool,
+        residual_store: Store | None = None,
+    ) -> None:
         """Write the Residual, then the Anchor; whoever sees the Anchor sees a complete cache.
 
-        The Residual of a cache that is replaced stays: a reader may have its Anchor open.
+        The Residual of a cache that is replaced stays: a reader may have its Anchor open. With `residual_store` it goes
+        there; readers have to be told.
 
         Raises:
             CacheExistsError: an Anchor is there and `overwrite` is false.
@@ -135,18 +157,20 @@ class Store:
         self._check_path()
         if not overwrite and self.exists():
             raise exists_already(self.url, "give another name, or --force to replace it")
-        ours = residual is not None and not self.exists(residual[0])
+        beside = residual_store or self
+        beside._check_path()
+        ours = residual is not None and not beside.exists(residual[0])
         try:
             with writing(self.url):
                 if residual is not None:
-                    self._writer.put(residual[0], residual[1].buffers, overwrite=True)
+                    beside._writer.put(residual[0], residual[1].buffers, overwrite=True)
                 self._put_anchor(anchor, overwrite=overwrite)
-                if residual is not None and not self.exists(residual[0]):
+                if residual is not None and not beside.exists(residual[0]):
                     # A writer of the same bytes failed meanwhile and has taken the Residual with it.
-                    self._writer.put(residual[0], residual[1].buffers, overwrite=True)
+                    beside._writer.put(residual[0], residual[1].buffers, overwrite=True)
         except BaseException:
             if residual is not None and ours:
-                self._withdraw(residual[0])
+                self._withdraw(residual[0], beside)
             raise
 
     def _put_anchor(self, anchor: Shard, *, overwrite: bool) -> None:
@@ -157,11 +181,11 @@ class Store:
             if bytes(anchor.buffers[0]) != self.read(ANCHOR_NAME, 0, anchor.header_bytes):
                 raise exists_already(self.url, "another writer was first") from error
 
-    def _withdraw(self, residual: str) -> None:
+    def _withdraw(self, residual: str, beside: Store) -> None:
         """Remove a Residual whose Anchor was not published. Writers of equal bytes share one: theirs may have been."""
         with contextlib.suppress(Exception):
             if self._named_residual() != residual:
-                self._writer.remove(residual)
+                beside._writer.remove(residual)
 
     def _named_residual(self) -> str | None:
         """The Residual that the published Anchor names; None without Anchor.

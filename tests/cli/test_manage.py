@@ -119,3 +119,30 @@ def test_export(lynx: Lynx, folder: Path) -> None:
     assert done.out.strip() == str(target)
     assert "at anchor precision" in done.err
     assert lynx("export", folder / "a.lynx", "--out", target, "--precision", "exact", "--force").code == 1
+
+
+def test_export_without_residual_says_what_it_is(lynx: Lynx, folder: Path) -> None:
+    next((folder / "a.lynx").glob("residual-*")).unlink()
+    arguments = ("export", folder / "a.lynx", "--out", folder / "kv.safetensors")
+    assert lynx(*arguments).code == 1
+    done = lynx(*arguments, "--if-residual-unavailable", "anchor-only")
+    assert done.code == 0
+    assert "the Residual is not to be had: values have anchor precision" in done.err
+    report = valid(lynx(*arguments, "--if-residual-unavailable", "anchor-only", "--force", "--json"), "export")
+    assert report["precision"] == "anchor"
+
+
+def test_residuals_elsewhere(lynx: Lynx, folder: Path) -> None:
+    lynx("export", folder / "a.lynx", "--out", folder / "kv.safetensors")
+    made = (
+        "encode",
+        "--from",
+        folder / "kv.safetensors",
+        "--out",
+        folder / "hot.lynx",
+        "--residual-out",
+        folder / "cold",
+    )
+    assert lynx(*made).code == 0
+    assert lynx("check", folder / "hot.lynx").code == 1
+    assert lynx("check", folder / "hot.lynx", "--residual-url", folder / "cold").code == 0
