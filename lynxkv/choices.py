@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,16 +32,16 @@ class CodecChoice:
     exact: bool
 
 
-def parse_codec(text: str) -> CodecChoice:
-    """A codec from `NAME` or `NAME:PARAMETER=VALUE,...`; `exact=true` goes with every codec.
+def parse_codec(text: str, names: Sequence[str] = CODEC_NAMES) -> CodecChoice:
+    """One of `names` from `NAME` or `NAME:PARAMETER=VALUE,...`; `exact=true` goes with every codec.
 
     Raises:
         InputError: the text is not of that form, or names no codec. Whether the codec has these parameters is for
             `codecs.get_codec` to say.
     """
     name, _, settings = text.partition(":")
-    if name not in CODEC_NAMES:
-        raise InputError(f"there is no codec {name!r}", hint=f"choose one of {', '.join(CODEC_NAMES)}")
+    if name not in names:
+        raise InputError(f"there is no codec {name!r}", hint=f"choose one of {', '.join(names)}")
     params: dict[str, Any] = {}
     for setting in settings.split(",") if settings else []:
         key, equals, value = setting.partition("=")

@@ -34,7 +34,9 @@ the distributions of the next document tokens. Accepted is the part of a greedy 
 decoding on the original accepts: mean over all prompts with its 95 % interval.
 
 A codec is a name, or a name with parameters: default:radix=5 or alg1:alpha=100,chunk_dtype=f32. With exact=true
-the Residual leads on to the original's bits.
+the Residual leads on to the original's bits. Other people's methods go by the same option, written anew to be
+measured: linear-split, kivi, kvquant, turboquant, cachegen, byte-planes; quanto and hqq, which need
+lynxkv[baselines].
 """
 
 BASELINES = ("int8", "int4", "alg1:alpha=100,chunk_dtype=f32")
@@ -73,7 +75,8 @@ def codec(
     ] = None,
     draft_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Length of the draft.")] = 32,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Two documents, four prompts each, 1024 tokens: about two minutes.")
+        bool,
+        typer.Option("--quick", help="Two documents, four prompts, 1024 tokens, codecs only: two minutes."),
     ] = False,
     state: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Keep what is finished here, and go on from it.")
@@ -92,11 +95,11 @@ def codec(
         changes["tokens"] = tuple(dict.fromkeys(tokens))
     import lynxkv
     from lynxkv.bench.codec import Plan, bench_codec
-    from lynxkv.bench.methods import DEFAULT_METHODS, parse_methods
+    from lynxkv.bench.methods import BASELINE_METHODS, DEFAULT_METHODS, parse_methods
     from lynxkv.bench.report import as_json as to_json
     from lynxkv.bench.report import comparisons, rows, write_csv
 
-    methods = parse_methods(codecs or DEFAULT_METHODS)
+    methods = parse_methods(codecs or (DEFAULT_METHODS if quick else (*DEFAULT_METHODS, *BASELINE_METHODS)))
     for baseline in baselines or ():
         if baseline not in [method.label for method in methods]:
             hint = f"add --codec {baseline}" if codecs else "name it as in the table, or give it as --codec too"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lynxkv.bench.measure import Fidelity, LayerError
-from lynxkv.bench.methods import Sizes
+from lynxkv.bench.stored import Sizes
 from lynxkv.errors import InputError
 
 

@@ -14,7 +14,7 @@ from lynxkv._version import __version__
 from lynxkv.bench.cells import Cell, CellFile
 from lynxkv.bench.documents import Document, standard_documents
 from lynxkv.bench.measure import Fidelity, Reference, empty_cache, make_reference, measure
-from lynxkv.bench.methods import Method
+from lynxkv.bench.stored import Method
 from lynxkv.errors import InputError
 from lynxkv.integrations.hf import Model
 from lynxkv.integrations.hf.templates import open_turn

@@ -1,20 +1,21 @@
-"""What is measured: anything that stores a KV cache in few bytes and decodes it again.
+"""Methods by name: the library's codecs, and the baselines.
 
 A codec of the library is measured through a cache in memory, encoded, fetched and decoded by the code that users run.
-A baseline from elsewhere needs a `Method` and a `StoredCache` of its own, and nothing else here changes.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import fsspec
 
-from lynxkv.choices import parse_codec
+from lynxkv.bench.baselines import BASELINES, BaselineMethod
+from lynxkv.bench.stored import Method, Sizes, StoredCache
+from lynxkv.choices import CODEC_NAMES, parse_codec
 from lynxkv.codecs import Codec, get_codec
 from lynxkv.decoder import Destination, decode_stages
 from lynxkv.encoder import EncodeReport, encode
@@ -37,38 +38,20 @@ DEFAULT_METHODS = (
     "int4",
     "raw",
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Bytes of a stored cache, everything included: up to the anchor, up to full, and in all."""
-
-    anchor_bytes: int
-    full_bytes: int
-    total_bytes: int
-
-
-class StoredCache(Protocol):
-    """A cache as a method keeps it."""
-
-    @property
-    def sizes(self) -> Sizes: ...
-
-    def decode(self, destination: Destination) -> Iterator[Precision]:
-        """Write it to `destination` and yield each precision once all of it is there: full at least."""
-
-
-class Method(Protocol):
-    """A way to store a KV cache. `label` names it in results; `settings` are all its parameters, defaults included."""
-
-    @property
-    def label(self) -> str: ...
-
-    @property
-    def settings(self) -> Mapping[str, Any]: ...
-
-    def store(self, kv: KV) -> AbstractContextManager[StoredCache]:
-        """Keep `kv` while the context lasts."""
+BASELINE_METHODS = (
+    "linear-split",
+    "alg1:residual_bits=0,alpha=100,chunk_dtype=f32",
+    "kivi",
+    "kivi:bits=4",
+    "kvquant:bits=3",
+    "kvquant",
+    "turboquant:bits=3",
+    "turboquant",
+    "cachegen",
+    "cachegen:bin=0.15",
+    "byte-planes",
+)
+"""What others do, as far as no further package is needed: `quanto` and `hqq` are theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,11 +95,11 @@ class LynxStored:
             yield from decode_stages(reader, destination, ("anchor", "full", *exact))
 
 
-def parse_methods(texts: Sequence[str]) -> tuple[CodecMethod, ...]:
-    """Methods from `NAME` or `NAME:PARAMETER=VALUE,...`, each once. `exact=true` goes with every codec.
+def parse_methods(texts: Sequence[str]) -> tuple[Method, ...]:
+    """Methods from `NAME` or `NAME:PARAMETER=VALUE,...`, each once: codecs, with which `exact=true` goes, or baselines.
 
     Raises:
-        InputError: a text is not of that form, names no codec or parameter, or comes twice.
+        InputError: a text is not of that form, names no method or parameter, or comes twice.
     """
     methods = tuple(_method(text) for text in texts)
     for method in methods:
@@ -125,6 +108,13 @@ def parse_methods(texts: Sequence[str]) -> tuple[CodecMethod, ...]:
     return methods
 
 
-def _method(text: str) -> CodecMethod:
-    choice = parse_codec(text)
+def _method(text: str) -> Method:
+    choice = parse_codec(text, (*CODEC_NAMES, *BASELINES))
+    if choice.name in BASELINES:
+        if choice.exact:
+            raise InputError(f"{text}: baselines have no exact section", hint="exact=true goes with codecs")
+        try:
+            return BaselineMethod(label=text, baseline=BASELINES[choice.name](**choice.params))
+        except TypeError as error:
+            raise InputError(f"baseline {choice.name}: {error}") from error
     return CodecMethod(label=text, codec=get_codec(choice.name, **choice.params), exact=choice.exact)

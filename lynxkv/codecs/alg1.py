@@ -25,20 +25,27 @@ from lynxkv.layout import FixedCoding, TensorName
 
 def top_level(anchor_bits: int, residual_bits: int) -> int:
     """The largest level I whose anchor fits `anchor_bits` and residual `residual_bits`."""
+    if residual_bits == 0:
+        return (1 << (anchor_bits - 1)) - 1
     return (((1 << (anchor_bits - 1)) - 1) << residual_bits) + (1 << (residual_bits - 1))
 
 
 def split_level(
     level: npt.NDArray[np.int64], residual_bits: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """(V_mag, V_res) of levels I >= 0 (Algorithm 1)."""
+    """(V_mag, V_res) of levels I >= 0 (Algorithm 1); without residual bits V_mag is the level."""
+    if residual_bits == 0:
+        return level, np.zeros_like(level)
     v_mag = (level + 2 ** (residual_bits - 1) - 1) >> residual_bits
     return v_mag, (v_mag << residual_bits) - level
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alg1(FixedCodec):
-    """Algorithm 1 with any split of 8 bits, any alpha, chunk C and page P; scales in f32 or in 8 bits."""
+    """Algorithm 1 with any split of 8 bits, any alpha, chunk C and page P; scales in f32 or in 8 bits.
+
+    With `residual_bits` 0 it is the paper's whole cache in `anchor_bits` bits.
+    """
 
     name: ClassVar[str] = "alg1"
 
@@ -52,8 +59,8 @@ class Alg1(FixedCodec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.anchor_bits < 2 or self.residual_bits < 1 or self.anchor_bits + self.residual_bits > 8:
-            raise InputError(f"cannot split {self.anchor_bits} + {self.residual_bits} bits: 2 + 1 to 8 in all")
+        if self.anchor_bits < 2 or self.residual_bits < 0 or self.anchor_bits + self.residual_bits > 8:
+            raise InputError(f"cannot split {self.anchor_bits} + {self.residual_bits} bits: 2 + 0 to 8 in all")
         if not 0 < self.alpha <= 1e6:
             raise InputError(f"alpha is {self.alpha}, not in (0, 1e6]")
         check_chunks(self.chunk_tokens, self.page_tokens)
@@ -78,19 +85,20 @@ class Alg1(FixedCodec):
         a, r = self.anchor_bits, self.residual_bits
         top = top_level(a, r)
         # Code = sign bit, V_mag, then V_res + 2^(r-1).
+        half = 2**r // 2
         code = np.arange(2 ** (a + r))
         sign = np.where(code >> (a + r - 1), -1.0, 1.0)
         v_mag = (code >> r) & (2 ** (a - 1) - 1)
-        v_res = (code & (2**r - 1)) - 2 ** (r - 1)
+        v_res = (code & (2**r - 1)) - half
         level = np.maximum(0, (v_mag << r) - v_res)
         levels = np.arange(top + 1)
         mag, res = split_level(levels, r)
-        positive = (mag << r) | (res + 2 ** (r - 1))
+        positive = (mag << r) | (res + half)
         edges = expand(levels[:-1] + 0.5, top, self.alpha)
         u8 = self.chunk_dtype == "u8"
         return FixedTables(
             anchor=expand(sign * (v_mag << r), top, self.alpha)[:: 2**r].copy(),
-            full=expand(sign * level, top, self.alpha),
+            full=expand(sign * level, top, self.alpha) if r else None,
             scale=scale_table() if u8 else None,
             offset=offset_table() if u8 else None,
             edges=np.concatenate([-edges[::-1], np.zeros(1, np.float32), edges]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
@@ -14,6 +14,9 @@ from lynxkv.format.limits import MAX_SINK_TOKENS
 from lynxkv.kernels.tables import F32, Tables
 from lynxkv.kv import KV
 from lynxkv.layout import Coding, Precision, TensorName
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 SEGMENT_ELEMENTS = 1 << 20
 # Attention favours the first tokens whatever they say. On SmolLM2, keeping 4 of them took Algorithm 1's attention
@@ -35,9 +38,7 @@ class Codec(ABC):
     compress: bool = True
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for field in fields(self):
-            _check_type(field.name, getattr(self, field.name), hints[field.name])
+        check_types(self)
 
     def params(self) -> dict[str, Any]:
         """The parameters, for the record in the cache."""
@@ -65,6 +66,13 @@ class Codec(ABC):
     @abstractmethod
     def error_bound(self, x: Tensor, tensor: TensorName, precision: Precision) -> Tensor:
         """Bound on |decoded - x| for each element of x [H, n, D], f32, before rounding to the declared dtype."""
+
+
+def check_types(parameters: DataclassInstance) -> None:
+    """Refuse, with an InputError, fields whose values are not of their types: int, float, bool, Literal strings."""
+    hints = get_type_hints(type(parameters))
+    for field in fields(parameters):
+        _check_type(field.name, getattr(parameters, field.name), hints[field.name])
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:
