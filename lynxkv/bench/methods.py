@@ -14,10 +14,10 @@ from typing import Any
 import fsspec
 
 from lynxkv.bench.baselines import BASELINES, BaselineMethod
-from lynxkv.bench.stored import Method, Sizes, StoredCache
+from lynxkv.bench.stored import Method, Sizes, StoredCache, TensorDestination
 from lynxkv.choices import CODEC_NAMES, parse_codec
 from lynxkv.codecs import Codec, get_codec
-from lynxkv.decoder import Destination, decode_stages
+from lynxkv.decoder import decode_stages
 from lynxkv.encoder import EncodeReport, encode
 from lynxkv.errors import InputError
 from lynxkv.fetch import open_cache
@@ -88,7 +88,7 @@ class LynxStored:
             anchor_bytes=report.bytes_anchor, full_bytes=full_bytes, total_bytes=full_bytes + report.bytes_exact
         )
 
-    def decode(self, destination: Destination) -> Iterator[Precision]:
+    def decode(self, destination: TensorDestination) -> Iterator[Precision]:
         """The Anchor, then the Residual in place, as far as there is one."""
         with open_cache(self._url) as reader:
             exact: tuple[Precision, ...] = ("exact",) if reader.header.has_exact else ()

@@ -14,9 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lynxkv.bench.stored import Sizes, StoredCache
+from lynxkv.bench.stored import Sizes, StoredCache, TensorDestination
 from lynxkv.codecs.base import check_types
-from lynxkv.decoder import Destination
 from lynxkv.kernels.rounding import round_to
 from lynxkv.kv import KV
 from lynxkv.layout import Precision, TensorName
@@ -90,7 +89,7 @@ class BaselineStored:
         anchor = _bytes(sum(part.anchor_bits for part in parts)) if self._split else total
         self.sizes = Sizes(anchor_bytes=anchor, full_bytes=total, total_bytes=total)
 
-    def decode(self, destination: Destination) -> Iterator[Precision]:
+    def decode(self, destination: TensorDestination) -> Iterator[Precision]:
         """The anchor where there is one, then everything; values are rounded to bf16 as the library's are."""
         if self._split:
             self._write(destination, "anchor")
@@ -98,7 +97,7 @@ class BaselineStored:
         self._write(destination, "full")
         yield "full"
 
-    def _write(self, destination: Destination, precision: Precision) -> None:
+    def _write(self, destination: TensorDestination, precision: Precision) -> None:
         for number, layer in enumerate(self._coded):
             for name, part in layer.items():
                 values = part.anchor if precision == "anchor" and part.anchor is not None else part.full

@@ -48,7 +48,8 @@ class TurboQuant(Baseline):
 def random_rotation(dim: int, seed: int) -> Tensor:
     """An orthogonal matrix [dim, dim], uniform over all of them."""
     q, r = torch.linalg.qr(torch.randn(dim, dim, generator=torch.Generator().manual_seed(seed)))
-    return q * r.diagonal().sign()
+    rotation: Tensor = q * r.diagonal().sign()
+    return rotation
 
 
 @lru_cache
