@@ -28,7 +28,7 @@ from lynxkv.format.limits import (
 from lynxkv.format.read import read_anchor_head, read_residual_head
 from lynxkv.format.write import Payload, Shard, build_shards, payload
 from lynxkv.kernels import EntropyTables, Tables, dequantize, pack_exact, quantize
-from lynxkv.kv import KV
+from lynxkv.kv import KV, check_tensor
 from lynxkv.layout import (
     DTYPE_BYTES,
     CacheHeader,
@@ -316,8 +316,9 @@ def _describe(
     for number, layer in enumerate(kv.layers):
         tensors: dict[TensorName, TensorSpec] = {}
         for name, tensor in sorted(layer.tensors.items()):
-            heads, tokens, dim = tensor.shape
             where = f"layer {number} {name}"
+            check_tensor(tensor, where)
+            heads, tokens, dim = tensor.shape
             if tokens != layer.stop - layer.start:
                 raise InputError(f"{where} has {tokens} tokens for positions [{layer.start}, {layer.stop})")
             if heads > MAX_HEADS or dim > MAX_HEAD_DIM or heads * dim > MAX_CHANNELS:

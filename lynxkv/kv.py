@@ -61,7 +61,8 @@ def kv_from_tensors(layers: Sequence[tuple[Tensor, Tensor]], token_ids: Sequence
         tensors: dict[TensorName, Tensor] = {}
         names: tuple[TensorName, TensorName] = ("k", "v")
         for name, tensor in zip(names, pair, strict=True):
-            tensors[name] = _three_dims(tensor, f"layer {number} {name}")
+            tensors[name] = tensor[0] if tensor.ndim == 4 and tensor.shape[0] == 1 else tensor
+            check_tensor(tensors[name], f"layer {number} {name}")
             if tensors[name].shape[1] != tokens:
                 raise InputError(f"layer {number} {name} has {tensors[name].shape[1]} tokens, layer 0 k has {tokens}")
         out.append(KVLayer(tensors=tensors, start=0, stop=tokens))
@@ -120,9 +121,7 @@ def kv_from_safetensors(path: str | Path) -> KV:
     return kv
 
 
-def _three_dims(tensor: Tensor, what: str) -> Tensor:
-    if tensor.ndim == 4 and tensor.shape[0] == 1:
-        tensor = tensor[0]
+def check_tensor(tensor: Tensor, what: str) -> None:
+    """Refuse, with an InputError, what are not floats [H, T, D]."""
     if tensor.ndim != 3 or tensor.dtype not in _FLOATS or not tensor.numel():
         raise InputError(f"{what} is {tensor.dtype} {tuple(tensor.shape)}, not floats [heads, tokens, head_dim]")
-    return tensor

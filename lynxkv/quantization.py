@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lynxkv.codecs import Codec, get_codec
 from lynxkv.errors import InputError, NonFiniteError
+from lynxkv.format.limits import MAX_CHANNELS
 from lynxkv.kernels import Tables
 from lynxkv.kernels import dequantize as dequantize_segment
 from lynxkv.kernels import quantize as quantize_segment
@@ -46,15 +47,21 @@ def quantize(x: Tensor, codec: str | Codec = "default", *, tensor: TensorName = 
     `tensor` says whether x holds keys or values, for codecs that treat them differently.
 
     Raises:
-        InputError: another dtype, fewer than two dims, or no elements; an unknown codec.
+        InputError: another dtype, fewer than two dims, no elements, or more than 65,536 channels (heads times D), which
+            no coding counts further than; an unknown codec.
         NonFiniteError: x holds NaN or infinity.
     """
     method = get_codec(codec)
     if x.ndim < 2 or not x.numel() or x.dtype not in DTYPE_NAMES:
         raise InputError(f"cannot quantise {x.dtype} {tuple(x.shape)}", hint="give floats [..., tokens, head_dim]")
-    if not math.isfinite(_reach(x)):
+    heads = x.detach().reshape(-1, *x.shape[-2:])
+    if heads.shape[0] * heads.shape[2] > MAX_CHANNELS:
+        raise InputError(
+            f"{heads.shape[0]} heads of {heads.shape[2]} are over {MAX_CHANNELS} channels",
+            hint="quantise layer by layer, or sequence by sequence",
+        )
+    if not math.isfinite(_reach(heads)):
         raise NonFiniteError("the tensor holds NaN or infinity")
-    heads = x.reshape(-1, *x.shape[-2:])
     coding = method.coding(tensor, heads.shape[0] * heads.shape[2])
     tables = method.tables(heads, tensor)
     anchor, residual = quantize_segment(heads, coding, tables)
@@ -108,7 +115,10 @@ def to_original(x: Tensor, dtype: Dtype, *, where: str) -> Tensor:
 
 
 def _reach(x: Tensor) -> float:
-    """The largest magnitude, NaN if there is one. Head by head: of what is not contiguous, torch takes a copy."""
+    """The largest magnitude in x [H, T, D], NaN if there is one.
+
+    Head by head: of what is not contiguous, torch takes a copy.
+    """
     extremes = [torch.stack(torch.aminmax(part)) for part in x]
     return float(torch.stack(extremes).abs().max())
 

@@ -155,6 +155,14 @@ def test_one_step_a_tensor_follows_its_spread() -> None:
     assert steps[1] == pytest.approx(10 * steps[0], rel=1e-4)
 
 
+@pytest.mark.parametrize("codec", ["default", "int8", "raw"])
+def test_channels_are_counted_up_to_the_limit_of_the_format(codec: str) -> None:
+    x = torch.randn(65536 // 16, 3, 16, generator=torch.Generator().manual_seed(0))
+    assert (dequantize(quantize(x, codec)) - x).abs().max() < 0.1
+    with pytest.raises(InputError, match="over 65536 channels"):
+        quantize(torch.cat([x, x[:1]]), codec)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_non_finite_input_is_refused(value: float) -> None:
     x = tensors()["normal"]
