@@ -14,7 +14,7 @@
     │   ├── CacheExistsError (FileExistsError)
     │   └── FetchError                a read failed, and retries did not help
     └── InputError (ValueError)       what the caller passed cannot be used
-        ├── NonFiniteError            NaN or infinity in keys or values
+        ├── NonFiniteError            NaN or infinity in keys, values or logits
         └── UnsupportedModelError     a model kind that a KV cache per head cannot represent
 
 Each also inherits the builtin that a caller would expect to catch.
@@ -90,7 +90,7 @@ class InputError(LynxError, ValueError):
 
 
 class NonFiniteError(InputError):
-    """NaN or infinity in keys or values; the message names the layer."""
+    """NaN or infinity in keys or values, where the message names the layer, or in a model's logits."""
 
 
 class UnsupportedModelError(InputError):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lynxkv.errors import InputError
+from lynxkv.errors import InputError, NonFiniteError
 
 # The least positive option value that f32 arithmetic on logits bears.
 SMALLEST = 1e-6
@@ -58,16 +58,26 @@ class Sampling:
         Args:
             logits: [V], of the position before the token.
             history: ids of all tokens before it, the cached prompt included; read only if `needs_history`.
+
+        Raises:
+            NonFiniteError: a logit is NaN or +infinity, or all are -infinity: no token follows from them.
         """
         scores = logits.float()
         if self.needs_history:
             scores = self._penalised(scores, history)
+        best = scores.argmax()  # a NaN counts as the highest
+        highest = scores[best]
+        if not math.isfinite(highest):
+            raise NonFiniteError(
+                "the model's logits are not finite",
+                hint="load the model in float32 or bfloat16: float16 overflows in some models",
+            )
         if self.temperature == 0:
             greedy = torch.zeros_like(scores)
-            greedy[scores.argmax()] = 1.0
+            greedy[best] = 1.0
             return greedy
         # Shifted first, so that a tiny temperature gives -inf instead of an overflow.
-        probabilities = torch.softmax((scores - scores.max()) / self.temperature, dim=-1)
+        probabilities = torch.softmax((scores - highest) / self.temperature, dim=-1)
         return self._nucleus(probabilities) if self.top_p < 1 else probabilities
 
     def _penalised(self, scores: Tensor, history: Sequence[int]) -> Tensor:

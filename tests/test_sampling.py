@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopPLogitsWarper
 
-from lynxkv.errors import InputError
+from lynxkv.errors import InputError, NonFiniteError
 from lynxkv.sampling import Sampling, draw
 
 
@@ -30,6 +30,19 @@ def test_greedy_is_one_hot_after_the_penalty() -> None:
     x = torch.tensor([1.0, 3.0, 2.9, -1.0])
     assert Sampling().distribution(x, [1]).tolist() == [0, 1, 0, 0]
     assert Sampling(repetition_penalty=1.5).distribution(x, [1]).tolist() == [0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [[0.0, float("nan"), 2.0], [float("inf"), 0.0], [float("-inf")] * 3])
+def test_logits_that_no_token_follows_from_are_refused(bad: list[float], temperature: float) -> None:
+    with pytest.raises(NonFiniteError, match="logits"):
+        Sampling(temperature=temperature).distribution(torch.tensor(bad), [])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_masked_tokens_are_never_drawn(temperature: float) -> None:
+    p = Sampling(temperature=temperature).distribution(torch.tensor([float("-inf"), 0.0, float("-inf")]), [])
+    assert p.tolist() == [0, 1, 0]
 
 
 def test_ties_go_to_the_first_token() -> None:
