@@ -202,11 +202,7 @@ class CacheDecoder:
         start = ref.sinks + tokens.first_token
         out = span(self._destination.target(ref.layer, ref.name), start, start + tokens.tokens)
         dtype = TORCH_DTYPES[self.header.dtype]
-        if out.dtype not in (dtype, torch.float32):
-            raise InputError(
-                f"a {out.dtype} destination cannot hold the exact values of a {self.header.dtype} cache",
-                hint="load the model in float32 or in the cache's own dtype",
-            )
+        check_exact_destination(self.header, out.dtype)
         # The destination holds values of the declared dtype, however wide it is itself: this cast is exact.
         full = read(out).to("cpu", dtype).contiguous().view(torch.int16).numpy().view(np.uint16).reshape(-1)
         try:
@@ -316,7 +312,8 @@ def decode_stages(
 ) -> Iterator[Precision]:
     """As `decode_into`, with stops on the way: yields each of `precisions` once all of the destination holds it.
 
-    Of precisions that a cache does not tell apart only the highest is yielded. The last one is the aim.
+    Where anchor and full are the same only the latter is yielded, and of a cache without Residual just that, whatever
+    was asked for: its one precision (SPEC 3). The last of `precisions` is the aim.
     """
     header, aim = reader.header, precisions[-1]
     for precision in precisions:
@@ -325,7 +322,7 @@ def decode_stages(
         check_exact_destination(header, destination.target(0, next(iter(header.layers[0].tensors))).dtype)
     decoder = CacheDecoder(header, destination, skip_anchor="anchor" not in precisions)
     decoder.anchor_all(reader.stream_anchor())
-    if decoder.complete_full:
+    if header.residual is None or (decoder.complete_full and "full" in precisions):
         yield "full"
     elif "anchor" in precisions:
         yield "anchor"

@@ -9,7 +9,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from lynxkv.decoder import KVDestination, decode_stages
+from lynxkv.decoder import KVDestination, check_precision, decode_stages
 from lynxkv.errors import InputError
 from lynxkv.fetch import open_cache
 from lynxkv.kv import KV, KVLayer
@@ -54,7 +54,7 @@ def compare(
         precision: the highest to look at; by default the best that the cache has.
 
     Raises:
-        InputError: the shapes differ, or the cache does not have this precision.
+        InputError: the shapes differ, there is no such precision, or the cache does not have it.
         StoreError, FormatError: the cache cannot be read.
     """
     out: list[TensorError] = []
@@ -63,6 +63,7 @@ def compare(
         layers = _held_by(header, original, reader.url)
         decoded = KVDestination(header)
         best: Precision = precision or ("exact" if header.has_exact else "full")
+        check_precision(header, best)
         stages: tuple[Precision, ...] = get_args(Precision)
         for reached in decode_stages(reader, decoded, stages[: stages.index(best) + 1]):
             for number, layer in enumerate(layers):

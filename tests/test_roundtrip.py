@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -136,6 +137,8 @@ def test_refining_in_place_equals_loading_full(tmp_path: Path) -> None:
         ("default", True, ["full", "exact"], ["full", "exact"]),
         ("alg1", True, ["anchor", "exact"], ["anchor", "exact"]),
         ("int8", True, ["anchor", "full", "exact"], ["full", "exact"]),
+        ("int8", True, ["exact"], ["exact"]),
+        ("int8", False, ["anchor"], ["full"]),
         ("raw", False, ["anchor", "full"], ["full"]),
     ],
 )
@@ -153,24 +156,24 @@ def test_stages_follow_one_another(
     assert found == seen
 
 
-def test_a_float32_destination_gets_the_same_values(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("precision", get_args(Precision))
+def test_a_wider_destination_gets_the_same_values(dtype: torch.dtype, precision: Precision, tmp_path: Path) -> None:
     """A float32 model decodes on bf16 values, widened exactly."""
     kv = random_kv(tokens=50)
     url = str(tmp_path / "a.lynx")
-    lynxkv.encode(kv, url)
+    lynxkv.encode(kv, url, exact=True)
 
     class Wide(KVDestination):
         def target(self, layer: int, tensor: TensorName) -> Tensor:
             return wide[layer][tensor]
 
     with lynxkv.open(url) as reader:
-        wide = [{name: torch.empty_like(x) for name, x in layer.tensors.items()} for layer in kv.layers]
-        decoder = CacheDecoder(reader.header, Wide(reader.header))
-        for payload in reader.stream_anchor():
-            decoder.anchor(payload)
-    narrow = lynxkv.load(url, precision="anchor")
+        wide = [{name: torch.empty_like(x, dtype=dtype) for name, x in layer.tensors.items()} for layer in kv.layers]
+        decode_into(reader, Wide(reader.header), precision)
+    narrow = lynxkv.load(url, precision=precision)
     for layer, source in zip(wide, narrow.layers, strict=True):
-        assert all(torch.equal(layer[name], source.tensors[name].float()) for name in layer)
+        assert all(torch.equal(layer[name], source.tensors[name].to(dtype)) for name in layer)
 
 
 @pytest.mark.parametrize("codec", ["default", "alg1", "int8", "raw"])
@@ -407,11 +410,13 @@ def test_precisions_are_checked(tmp_path: Path) -> None:
     lynxkv.encode(random_kv(), url)
     with pytest.raises(lynxkv.InputError, match="exactly"):
         lynxkv.load(url, precision="exactly")  # type: ignore[arg-type]
+    with pytest.raises(lynxkv.InputError, match="exactly"):
+        lynxkv.compare(url, random_kv(), precision="exactly")  # type: ignore[arg-type]
     with pytest.raises(lynxkv.InputError, match="exact"):
         lynxkv.dequantize(lynxkv.quantize(torch.randn(1, 2, 3)), "exact")
 
 
-@pytest.mark.parametrize("change", ["no layers", "ids", "positions", "dtype"])
+@pytest.mark.parametrize("change", ["no layers", "ids", "positions", "dtype", "two dims", "no heads", "integers"])
 def test_impossible_caches_are_refused(change: str, tmp_path: Path) -> None:
     kv = random_kv()
     dtype: Dtype = "bf16"
@@ -421,8 +426,11 @@ def test_impossible_caches_are_refused(change: str, tmp_path: Path) -> None:
         kv = replace(kv, token_ids=[1, 2])
     elif change == "positions":
         kv.layers[0] = replace(kv.layers[0], stop=71)
-    else:
+    elif change == "dtype":
         dtype = "fp32"
+    else:
+        keys = kv.layers[0].tensors["k"]
+        kv.layers[0].tensors["k"] = {"two dims": keys[0], "no heads": keys[:0], "integers": keys.int()}[change]
     with pytest.raises(lynxkv.InputError):
         lynxkv.encode(kv, str(tmp_path / "a.lynx"), dtype=dtype)
     assert not list(tmp_path.iterdir())
