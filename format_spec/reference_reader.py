@@ -193,7 +193,8 @@ def roundup(value: int, multiple: int) -> int:
 
 
 def parse_json(text: str, max_depth: int) -> Document:
-    """SPEC 4.2: no duplicate keys, no deep nesting, no NaN or Infinity, only spaces after the object."""
+    """SPEC 4.2: no duplicate keys, no deep nesting, no NaN or Infinity, nothing but spaces after the object."""
+    need(text.startswith("{"), "does not start with an object")
     depth = 0
     # Strings are matched possessively and an unclosed one to its end, so that hostile text takes linear time.
     for mark in re.finditer(r'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', text, re.DOTALL):
@@ -241,7 +242,6 @@ def open_shard(stored: bytes, role: str) -> Shard:
         text = header[8:].decode("utf-8")
     except UnicodeDecodeError as error:
         raise Refused("header", "not UTF-8") from error
-    need(text.startswith("{"), "does not start with an object")
     entries = parse_json(text, max_depth=8)
     # SPEC 4.4: "`__metadata__` MUST hold the key `lynxkv`, whose string is one JSON document".
     metadata = entries.pop("__metadata__", None)

@@ -175,6 +175,7 @@ def json_texts() -> Iterator[Vector]:
         ("header-document-float-infinite", "a number beyond f64", replaced("{", '{"unknown":-1e999,')),
         ("header-document-nesting-17", "17 levels", replaced("{", '{"unknown":' + "[" * 16 + "]" * 16 + ",")),
         ("header-document-trailing-text", "a second document", lambda text: text + "{}"),
+        ("header-document-leading-newline", "a newline before the object", lambda text: "\n" + text),
         ("header-document-trailing-newline", "a newline after the object", lambda text: text + "\n"),
         ("header-document-not-an-object", "a list", lambda text: "[]"),
         ("header-document-not-json", "nothing", lambda text: ""),
