@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import subprocess
@@ -103,3 +104,43 @@ def test_the_page_on_structure_names_every_module() -> None:
     assert [name for name in modules + folders if f"`{name}" not in text] == []
     listed = re.findall(r"`([a-z_]+\.py)`", text.partition("## The modules")[2].partition("Beside the library")[0])
     assert [name for name in listed if not (library / name).exists()] == []
+
+
+def rows_of_modules() -> dict[str, int]:
+    """The modules and folders of the page on structure, each with its row in the table; row 0 is empty."""
+    text = (ROOT / "docs" / "structure.md").read_text("utf-8")
+    rows = [row.split("|")[1] for row in text.partition("## The modules")[2].split("\n") if row.startswith("|")]
+    line = next(number for number, row in enumerate(rows) if not row.strip())
+    return {
+        name: number - line for number, row in enumerate(rows) for name in re.findall(r"`(\w+)(?:\.py|/)[\w/]*`", row)
+    }
+
+
+def imported(path: Path) -> set[str]:
+    """What a module imports when it is loaded: `torch`, `lynxkv.kv` and the like."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text("utf-8")).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module == "lynxkv":
+            found |= {f"lynxkv.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module or "")
+    return found
+
+
+def test_imports_go_up_the_table_of_modules() -> None:
+    rows = rows_of_modules()
+    assert len(rows) > 30
+    wrong = []
+    for path in sorted((ROOT / "lynxkv").rglob("*.py")):
+        name = path.relative_to(ROOT / "lynxkv").parts[0].removesuffix(".py")
+        if name.startswith("_"):
+            continue
+        for other in imported(path):
+            package, _, rest = other.partition(".")
+            module = rest.split(".")[0]
+            too_late = package == "lynxkv" and not module.startswith("_") and rows[module] > rows[name]
+            if too_late or (package == "torch" and rows[name] < 0):
+                wrong.append(f"{path.relative_to(ROOT)} imports {other}")
+    assert wrong == []
