@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Protocol, get_args
+from typing import Protocol, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +21,13 @@ from lynxkv.kernels.paged import read, span, write
 from lynxkv.kernels.rounding import TORCH_DTYPES
 from lynxkv.kv import KV, KVLayer
 from lynxkv.layout import CacheHeader, EntropyCoding, FixedCoding, Precision, SegmentPlan, TensorName, TensorRef
-from lynxkv.parallel import map_ordered
+from lynxkv.parallel import map_ordered, threads, torch_alone
 from lynxkv.store import Link, Url
 
 U8 = npt.NDArray[np.uint8]
 F32 = npt.NDArray[np.float32]
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Destination(Protocol):
@@ -109,9 +111,7 @@ class CacheDecoder:
         Raises:
             ContentError: one holds what the SPEC forbids.
         """
-        for ref, tokens, codes in map_ordered(
-            self._decode_anchor, self._codes_among(payloads), threads=_threads_for(payloads)
-        ):
+        for ref, tokens, codes in _shared_out(self._decode_anchor, self._codes_among(payloads), payloads):
             kept = ref.coding.has_residual
             if kept:
                 self._codes[ref.ordinal, tokens.first_token] = codes
@@ -129,14 +129,13 @@ class CacheDecoder:
             ContentError: one holds what the SPEC forbids.
             InputError: exact values do not fit the destination's dtype.
         """
-        threads = _threads_for(payloads)
         # Corrections start from full values, which come first (SPEC 4, rule 6).
         for part, own in groupby(payloads, key=lambda payload: payload.segment.plan.part):
             if part == "exact":
-                for _ in map_ordered(self._correct, own, threads=threads):
+                for _ in _shared_out(self._correct, own, payloads):
                     self._exact_left -= 1
                 continue
-            for _ in map_ordered(self._decode_full, self._with_codes(own), threads=threads):
+            for _ in _shared_out(self._decode_full, self._with_codes(own), payloads):
                 self._full_left -= 1
                 if self._skip_anchor:
                     self._anchor_left -= 1
@@ -353,7 +352,10 @@ def check_exact_destination(header: CacheHeader, dtype: torch.dtype) -> None:
         )
 
 
-def _threads_for(payloads: Iterable[SegmentPayload]) -> int:
-    """A segment alone stays on the calling thread: kernels split it themselves."""
-    alone = isinstance(payloads, Sequence) and len(payloads) == 1
-    return 1 if alone else torch.get_num_threads()
+def _shared_out(work: Callable[[T], R], items: Iterable[T], payloads: Iterable[SegmentPayload]) -> Iterator[R]:
+    """`work` on the items made of `payloads`. A segment alone stays on this thread: kernels split it themselves."""
+    if isinstance(payloads, Sequence) and len(payloads) == 1:
+        yield from map(work, items)
+        return
+    with torch_alone():
+        yield from map_ordered(work, items, threads=threads())

@@ -41,7 +41,7 @@ from lynxkv.layout import (
     TensorSpec,
     TokenRange,
 )
-from lynxkv.parallel import map_ordered
+from lynxkv.parallel import map_ordered, threads, torch_alone
 from lynxkv.prefix import prefix_digests
 from lynxkv.quantization import to_original
 from lynxkv.store import Store, Url
@@ -150,14 +150,15 @@ def encode_shards(
     header = _describe(kv, method, dtype, identity or Identity(), exact=exact, store_token_ids=store_token_ids)
     if logits is not None:
         header = replace(header, logits_tokens=_check_logits(logits))
-    encoding = _Encoding(kv, header, method)
-    anchor, residual = encoding.anchor, encoding.residual
     count = len(header.tensors)
-    # One thread goes through the tensors, while others quantise, compress and digest the segments of the last ones.
-    for part, sealed in map_ordered(encoding.seal, encoding.parts(), threads=torch.get_num_threads()):
-        encoding.add(part, sealed)
-        if progress:
-            progress("quantise", part.ref.ordinal + part.ends_tensor, count)
+    with torch_alone():
+        encoding = _Encoding(kv, header, method)
+        # One thread goes through the tensors, while others quantise, compress and digest the segments of the last ones.
+        for part, sealed in map_ordered(encoding.seal, encoding.parts(), threads=threads()):
+            encoding.add(part, sealed)
+            if progress:
+                progress("quantise", part.ref.ordinal + part.ends_tensor, count)
+    anchor, residual = encoding.anchor, encoding.residual
     if progress:
         progress("quantise", count, count)
     steps = encoding.steps

@@ -2,13 +2,49 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
+
+import torch
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+_lock = threading.Lock()
+_sharing = 0
+_threads_before = 1
+
+
+def threads() -> int:
+    """Threads that work may be shared out to: as many as torch has, or had before `torch_alone`."""
+    with _lock:
+        return _threads_before if _sharing else torch.get_num_threads()
+
+
+@contextmanager
+def torch_alone() -> Iterator[None]:
+    """Within it torch computes on one thread, in the calling thread and in those it starts.
+
+    Where works share the processors already, teams of torch's for every one of them wait for each other, and the more
+    so the less the machine has to spare: on a busy one encoding took ten times as long.
+    """
+    global _sharing, _threads_before
+    with _lock:
+        if not _sharing:
+            _threads_before = torch.get_num_threads()
+        _sharing += 1
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        with _lock:
+            _sharing -= 1
+        torch.set_num_threads(_threads_before)
 
 
 def map_ordered(work: Callable[[T], R], items: Iterable[T], *, threads: int) -> Iterator[R]:
@@ -42,3 +78,12 @@ def map_ordered(work: Callable[[T], R], items: Iterable[T], *, threads: int) -> 
             raise failure
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _forget() -> None:
+    """In a forked child nobody shares, and the lock may have been held."""
+    global _lock, _sharing
+    _lock, _sharing = threading.Lock(), 0
+
+
+os.register_at_fork(after_in_child=_forget)

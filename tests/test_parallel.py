@@ -6,8 +6,9 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 
-from lynxkv.parallel import map_ordered
+from lynxkv.parallel import map_ordered, threads, torch_alone
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -66,3 +67,39 @@ def test_giving_up_stops_the_work() -> None:
     next(results)
     results.close()  # type: ignore[attr-defined]
     assert len(done) <= 4
+
+
+def test_torch_works_alone_where_others_share() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with torch_alone(), torch_alone():
+            found = list(map_ordered(lambda _: (torch.get_num_threads(), threads()), range(4), threads=threads()))
+            assert (torch.get_num_threads(), threads(), found) == (1, 3, [(1, 3)] * 4)
+        assert (torch.get_num_threads(), threads()) == (3, 3)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_torch_has_its_threads_again_whoever_ends_first() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    inside, leave = threading.Event(), threading.Event()
+    found: list[int] = []
+
+    def other() -> None:
+        with torch_alone():
+            inside.set()
+            leave.wait(10)
+        found.append(torch.get_num_threads())
+
+    try:
+        worker = threading.Thread(target=other)
+        with torch_alone():
+            worker.start()
+            inside.wait(10)
+        leave.set()
+        worker.join()
+        assert (found, torch.get_num_threads(), threads()) == ([3], 3, 3)
+    finally:
+        torch.set_num_threads(before)

@@ -33,7 +33,7 @@ from lynxkv.format.write import payload
 from lynxkv.kernels import Backend, Tables, named_backend
 from lynxkv.kv import KV, KVLayer
 from lynxkv.layout import Coding, Precision, TensorSpec
-from lynxkv.parallel import map_ordered
+from lynxkv.parallel import map_ordered, threads, torch_alone
 
 SHAPES = ((3, 64), (8, 128))
 CODECS = ("default", "alg1", "int4")
@@ -316,8 +316,9 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _each(work: Callable[[Any], object], items: Sequence[Any]) -> None:
-    for _ in map_ordered(work, items, threads=torch.get_num_threads()):
-        pass
+    with torch_alone():
+        for _ in map_ordered(work, items, threads=threads()):
+            pass
 
 
 def _wall_seconds(work: Callable[[], object]) -> float:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-import torch
+from lynxkv.parallel import threads
 
 # Below this a second thread costs more to wake (about 50 us) than it saves at about 1 ns an element.
 MIN_ELEMENTS = 1 << 17
@@ -20,16 +20,16 @@ _callers = 0
 def run_split(work: Callable[[int, int], None], total: int, *, unit: int, elements: int) -> None:
     """Call `work(start, stop)` over [0, total) in parts that start at multiples of `unit`, on several threads.
 
-    As many parts as torch has threads, shared among the callers that are here at the same time. `work` must release
+    As many parts as there are threads, shared among the callers that are here at the same time. `work` must release
     the interpreter lock and touch nothing that another part touches.
     """
     global _callers
     with _lock:
         _callers += 1
-        threads = max(1, torch.get_num_threads() // _callers)
+        count = max(1, threads() // _callers)
     try:
         units = -(-total // unit)
-        parts = max(1, min(threads, units, elements // MIN_ELEMENTS))
+        parts = max(1, min(count, units, elements // MIN_ELEMENTS))
         edges = [min(total, units * i // parts * unit) for i in range(parts)] + [total]
         futures: list[Future[None]] = []
         try:
