@@ -81,8 +81,10 @@ def generate_batch(
     """
     if not prompts:
         raise InputError("there are no prompts", hint="give at least one")
-    if verify == "exact":
-        raise InputError("batches are verified against full caches", hint="use generate for exact ones")
+    if verify not in ("none", "full"):
+        raise InputError(
+            f"verify is {verify!r}: batches are verified against full caches", hint="use full or none, or generate"
+        )
     with _opened(prompts, model, max_new_tokens, sampling or Sampling(), speculate, verify, stop, pace) as batch:
         if verify == "full" and batch.has_residual:
             batch.draft()

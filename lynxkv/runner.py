@@ -89,8 +89,6 @@ def generate(
             model do not hold exact values to verify against.
         FetchError, FormatError: the cache cannot be fetched or is damaged; no text is returned.
     """
-    if isinstance(stop, str):
-        raise InputError("stop is one string", hint="give a list of strings")
     if verify not in STAGES:
         raise InputError(f"verify is {verify!r}", hint=f"use one of {', '.join(STAGES)}")
     with _Run(

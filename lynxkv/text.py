@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from lynxkv.errors import InputError
+
 ToText = Callable[[Sequence[int]], str]
 Stopped = Literal["eos", "length", "stop"]
 UNFINISHED = "\ufffd"
@@ -52,6 +54,9 @@ class GrowingText:
         token_ids: all tokens, the one that ended the text included.
         text: what has been released.
         stopped: why the text ended; None while it goes on.
+
+    Raises:
+        InputError: `stop` is not a list of texts.
     """
 
     def __init__(
@@ -59,7 +64,11 @@ class GrowingText:
     ) -> None:
         self._stream = TextStream(to_text)
         self._eos_token_ids = eos_token_ids
-        self._stop = [string for string in stop if string]
+        if isinstance(stop, str):
+            raise InputError("stop is one string", hint="give a list of strings")
+        if not all(stop):
+            raise InputError("a stop string is empty", hint="give the text to end before, or leave it out")
+        self._stop = list(stop)
         self._max_tokens = max_tokens
         self._held = ""
         self.token_ids: list[int] = []

@@ -139,6 +139,10 @@ def test_what_cannot_be_batched_is_refused(llama: Model, tmp_path: Path) -> None
     with open_cache(url) as reader:
         with pytest.raises(InputError, match="full caches"):
             generate_batch([(reader, [5])], llama, verify="exact")
+        with pytest.raises(InputError, match="verify is 'some'"):
+            generate_batch([(reader, [5])], llama, verify="some")  # type: ignore[arg-type]
+        with pytest.raises(InputError, match="stop is one string"):
+            generate_batch([(reader, [5])], llama, stop="w7")
         with pytest.raises(IdentityError):
             generate_batch([(reader, [5])], tiny_model("llama", seed=1))
         with pytest.raises(InputError, match="vocabulary"):

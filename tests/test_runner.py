@@ -403,6 +403,7 @@ def test_a_cache_without_identity_is_still_held_to_the_models_shapes(llama: Mode
         ({"suffix_ids": [48]}, "outside the model's vocabulary"),
         ({"suffix_ids": [5.0]}, "not an integer"),
         ({"stop": "w7"}, "stop is one string"),
+        ({"stop": ["w7", ""]}, "a stop string is empty"),
     ],
 )
 def test_options_out_of_range_are_refused(llama: Model, url: str, options: dict[str, Any], message: str) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from lynxkv.errors import InputError
 from lynxkv.text import GrowingText, TextStream
 
 EOS = 999
@@ -67,7 +68,6 @@ def test_length_ends_the_text() -> None:
         (["two", "one two"], ""),
         (["o\nt"], "one tw"),
         (["xyz"], "one two\nthree"),
-        ([""], "one two\nthree"),
     ],
 )
 def test_stop_strings_end_the_text_and_are_not_part_of_it(stop: list[str], want: str) -> None:
@@ -86,3 +86,9 @@ def test_a_held_start_of_a_stop_string_is_released_at_the_end() -> None:
     out, released = growing("ab##", stop=["###"])
     assert out.text == "ab##"
     assert released[-1] == "##"
+
+
+@pytest.mark.parametrize("stop", ["ab", ["ab", ""]])
+def test_what_is_no_list_of_texts_is_refused(stop: Sequence[str]) -> None:
+    with pytest.raises(InputError, match="stop"):
+        growing("abc", stop=stop)

@@ -21,7 +21,7 @@ from lynxkv_cli._output import printable, size
 
 PHASES: dict[PhaseName, str] = {
     "anchor": "fetching the Anchor",
-    "draft": "drafting on the Anchor",
+    "draft": "drafting",
     "refine": "fetching the Residual",
     "verify": "verifying the draft",
     "decode": "decoding",
