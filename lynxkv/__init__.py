@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from lynxkv.exporting import export as export
     from lynxkv.fetch import FetchOptions as FetchOptions
     from lynxkv.fetch import open_cache as open
+    from lynxkv.fetch import open_cache_async as open_async
     from lynxkv.fidelity import compare as compare
     from lynxkv.integrations.hf import LynxCache as LynxCache
     from lynxkv.kv import KV as KV
@@ -76,6 +77,7 @@ _LAZY = {
     "load": "lynxkv.decoder.load",
     "load_model": "lynxkv.checkpoints.load_model",
     "open": "lynxkv.fetch.open_cache",
+    "open_async": "lynxkv.fetch.open_cache_async",
     "prefill": "lynxkv.models.prefill",
     "prefill_with_logits": "lynxkv.models.prefill_with_logits",
     "prune": "lynxkv.manage.prune",
@@ -118,6 +120,7 @@ __all__ = [
     "load",
     "load_model",
     "open",
+    "open_async",
     "prefill",
     "prefill_with_logits",
     "prune",

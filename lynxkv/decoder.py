@@ -56,12 +56,15 @@ class CacheDecoder:
 
     Args:
         skip_anchor: tensors that have a Residual are written at full precision only; until then their codes are kept.
+        refines: False keeps no codes: nothing will be refined.
     """
 
-    def __init__(self, header: CacheHeader, destination: Destination, *, skip_anchor: bool = False) -> None:
+    def __init__(
+        self, header: CacheHeader, destination: Destination, *, skip_anchor: bool = False, refines: bool = True
+    ) -> None:
         self.header = header
         self._destination = destination
-        self._skip_anchor = skip_anchor
+        self._skip_anchor, self._refines = skip_anchor, refines
         self._shared = _Shared()
         self._tables: dict[int, Tables] = {}
         self._codes: dict[tuple[int, int], U8] = {}
@@ -112,7 +115,7 @@ class CacheDecoder:
             ContentError: one holds what the SPEC forbids.
         """
         for ref, tokens, codes in _shared_out(self._decode_anchor, self._codes_among(payloads), payloads):
-            kept = ref.coding.has_residual
+            kept = ref.coding.has_residual and self._refines
             if kept:
                 self._codes[ref.ordinal, tokens.first_token] = codes
             if not (kept and self._skip_anchor):
@@ -319,7 +322,7 @@ def decode_stages(
         check_precision(header, precision)
     if aim == "exact":
         check_exact_destination(header, destination.target(0, next(iter(header.layers[0].tensors))).dtype)
-    decoder = CacheDecoder(header, destination, skip_anchor="anchor" not in precisions)
+    decoder = CacheDecoder(header, destination, skip_anchor="anchor" not in precisions, refines=aim != "anchor")
     decoder.anchor_all(reader.stream_anchor())
     if header.residual is None or (decoder.complete_full and "full" in precisions):
         yield "full"

@@ -51,6 +51,7 @@ NAMES = [
     "load",
     "load_model",
     "open",
+    "open_async",
     "prefill",
     "prefill_with_logits",
     "prune",

@@ -1,7 +1,7 @@
 """From a store to checked segments: requests of our own schedule, the Anchor before the Residual."""
 
 from lynxkv.fetch.options import FetchOptions
-from lynxkv.fetch.reader import CacheReader, open_cache
+from lynxkv.fetch.reader import CacheReader, open_cache, open_cache_async
 from lynxkv.fetch.stream import SegmentPayload, SegmentStream
 
-__all__ = ["CacheReader", "FetchOptions", "SegmentPayload", "SegmentStream", "open_cache"]
+__all__ = ["CacheReader", "FetchOptions", "SegmentPayload", "SegmentStream", "open_cache", "open_cache_async"]

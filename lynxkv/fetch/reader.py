@@ -5,10 +5,11 @@ Nothing here decodes; nothing here imports torch.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
@@ -291,6 +292,34 @@ def open_cache(url: Url, *, link: Link | None = None, options: FetchOptions | No
         InputError: the URL does not end in `.lynx`, or its scheme is unknown.
     """
     return CacheReader(url, link=link, options=options)
+
+
+@asynccontextmanager
+async def open_cache_async(
+    url: Url, *, link: Link | None = None, options: FetchOptions | None = None
+) -> AsyncIterator[CacheReader]:
+    """`open_cache` for event loops: `async with open_cache_async(url) as reader`, then `async for` over its streams.
+
+    Leaving, or being cancelled, ends all requests. What a reader has beside streams blocks; `asyncio.to_thread` helps.
+
+    Raises:
+        As `open_cache`.
+    """
+    opening = asyncio.ensure_future(asyncio.to_thread(open_cache, url, link=link, options=options))
+    try:
+        reader = await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        opening.add_done_callback(_close_opened)
+        raise
+    try:
+        yield reader
+    finally:
+        await asyncio.shield(asyncio.to_thread(reader.close))
+
+
+def _close_opened(opening: asyncio.Future[CacheReader]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
 
 
 def _lane(name: str) -> Lane:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,8 +50,8 @@ class SegmentStream:
     """The segments of one shard in file order, fetched ahead.
 
     `ready()` never blocks, `wait()` and iterating do; all raise what went wrong with the next segment: `FetchError`,
-    `CacheNotFoundError`, a `FormatError`, or a `StoreError` if the reader was closed. `bytes_done` counts stored bytes
-    handed out.
+    `CacheNotFoundError`, a `FormatError`, or a `StoreError` if the reader was closed. `async for` works as well, on any
+    event loop. `bytes_done` counts stored bytes handed out, of `bytes_total`: None until the head has been read.
     """
 
     def __init__(
@@ -63,7 +66,11 @@ class SegmentStream:
         self._waiting: deque[SegmentRange] = deque()
         self._in_flight: deque[tuple[SegmentRange, Future[list[SegmentPayload]]]] = deque()
         self._window = 0
+        self._lock = threading.Lock()
+        self._missing: int | None = None  # ranges that have not arrived; None until the head has been read
+        self._when_ready: list[Callable[[], None]] = []
         self.bytes_done = 0
+        self.bytes_total: int | None = None
         if head.done():
             self._take()  # what is known to be wanted is asked for at once
 
@@ -87,6 +94,25 @@ class SegmentStream:
     def __iter__(self) -> Iterator[SegmentPayload]:
         while not self.done:
             yield from self._take()
+
+    async def __aiter__(self) -> AsyncIterator[SegmentPayload]:
+        while not self.done:
+            future: Future[Any] = self._in_flight[0][1] if self._head is None else self._head
+            # Whoever stops to wait does not take back what has been asked for; closing does.
+            await asyncio.shield(asyncio.wrap_future(future))
+            for payload in self._take():
+                yield payload
+
+    def on_ready(self, callback: Callable[[], None]) -> None:
+        """Call back once all segments have arrived and been checked, on a thread of the loader; never if one fails.
+
+        As memory for segments is bounded, the last ones only arrive when most have been taken.
+        """
+        with self._lock:
+            if self._missing != 0:
+                self._when_ready.append(callback)
+                return
+        callback()
 
     def wait(self) -> list[SegmentPayload]:
         """The next segments, waiting until there are some; none when all have been handed out."""
@@ -116,6 +142,8 @@ class SegmentStream:
             head, segments = self._head.result()
             self._head = None
             self._waiting = deque(ranges(segments, head.header_bytes, self._concurrency))
+            self._missing = len(self._waiting)
+            self.bytes_total = sum(segment.stored_bytes for segment in segments)
             self._fill()
             return []
         done, future = self._in_flight[0]
@@ -129,9 +157,23 @@ class SegmentStream:
     def _fill(self) -> None:
         while self._waiting and (self._window < options.WINDOW_BYTES or not self._in_flight):
             wanted = self._waiting[0]
-            self._in_flight.append((wanted, self._submit(wanted)))
+            future = self._submit(wanted)
             self._waiting.popleft()
+            self._in_flight.append((wanted, future))
             self._window += wanted.memory_bytes
+            future.add_done_callback(self._arrived)
+
+    def _arrived(self, future: Future[list[SegmentPayload]]) -> None:
+        if future.cancelled() or future.exception() is not None:
+            return
+        with self._lock:
+            assert self._missing is not None
+            self._missing -= 1
+            if self._missing:
+                return
+            callbacks, self._when_ready = self._when_ready, []
+        for callback in callbacks:
+            callback()
 
 
 def ranges(segments: Sequence[Segment], header_bytes: int, concurrency: int) -> Iterator[SegmentRange]:
