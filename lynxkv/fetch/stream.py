@@ -71,7 +71,7 @@ class SegmentStream:
         self._when_ready: list[Callable[[], None]] = []
         self.bytes_done = 0
         self.bytes_total: int | None = None
-        if head.done():
+        if head.done() and head.exception() is None:
             self._take()  # what is known to be wanted is asked for at once
 
     @property
