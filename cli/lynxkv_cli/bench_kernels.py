@@ -30,6 +30,9 @@ take turns, on as many threads as torch has; shown are the median over the repea
 extremes. The reference is measured on a sixteenth of the data. Where there is a GPU, the Triton kernels run on
 it, beside a copy within its memory. Take a machine that does nothing else.
 
+Encoding quantises segments while others are compressed; beside it are these parts alone, on one thread. Fetching
+and decoding is all of loading: from a store in memory, with digests, zstd and the kernels.
+
 With --static nothing is run: the Triton kernels are compiled for four kinds of GPU, and the table says what
 came out, and how long 2^20 elements take if memory bandwidth is all that counts.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import lynxkv
 from lynxkv.codecs import Codec, get_codec
 from lynxkv.kernels import FixedTables, cpu, reference
 from lynxkv.kernels.cpu import threads
@@ -59,6 +61,31 @@ def test_no_temporary_above_a_twentieth_of_the_tensor(name: str) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak - returned < whole.nbytes / 20
+
+
+@pytest.mark.slow
+def test_machine_code_is_kept_for_unchanged_sources_only(tmp_path: Path) -> None:
+    """Also where what changed is another file than the kernel's, by a byte, and keeps its date."""
+    package = tmp_path / "lynxkv"
+    shutil.copytree(Path(lynxkv.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    code = """
+import numpy as np
+from lynxkv.kernels.cpu import exact
+exact.pack_exact(np.zeros(4, np.uint16), np.zeros(4, np.uint16), "bf16")
+print(sum(exact._pack.stats.cache_hits.values()))
+"""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "kept"), "PYTHONPATH": str(tmp_path)}
+
+    def hits() -> int:
+        command = [sys.executable, "-c", code]
+        return int(subprocess.run(command, check=True, env=environment, cwd=tmp_path, stdout=subprocess.PIPE).stdout)
+
+    assert (hits(), hits()) == (0, 1)
+    neighbour = package / "kernels" / "cpu" / "finish.py"
+    date = neighbour.stat().st_mtime_ns
+    neighbour.write_text(neighbour.read_text("utf-8").replace("The last step", "The next step"), "utf-8")
+    os.utime(neighbour, ns=(date, date))
+    assert hits() == 0
 
 
 def test_a_process_without_a_folder_to_write_to_still_works(tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 The conversions are written in LLVM's integers: numba itself widens every small integer to 64 bits, which would cost the
 vector units most of their width. Every multiply and add of the kernels stays a rounding of its own: no fastmath, and
 LLVM fuses nothing that was not asked for.
-
-numba keys its cache on the file of a kernel alone: after an edit of this file remove `__pycache__` of its neighbours.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from functools import cache
+from importlib.resources import files
 from typing import Any, TypeVar, cast
 
 import numba
@@ -29,10 +30,24 @@ _INNER: dict[str, Any] = {**_OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrap
 def jit(function: F) -> F:
     """Compile without the interpreter lock at the first call; machine code is kept on disk where a folder allows it."""
     try:
-        return cast(F, numba.njit(cache=True, **_OPTIONS)(function))
+        made = numba.njit(cache=True, **_OPTIONS)(function)
     except RuntimeError:
         # No folder to write to, neither beside the source nor in the user's cache.
         return cast(F, numba.njit(**_OPTIONS)(function))
+    # numba would go by size and date of the kernel's own file, and take old code for what came from its neighbours.
+    made._cache._cache_file._source_stamp = _sources()
+    return cast(F, made)
+
+
+@cache
+def _sources() -> str:
+    """A digest of all that kernels are compiled from."""
+    folder = files("lynxkv.kernels.cpu")
+    sources = sorted((file for file in folder.iterdir() if file.name.endswith(".py")), key=lambda file: file.name)
+    digest = hashlib.sha256(files("lynxkv").joinpath("packing.py").read_bytes())
+    for file in sources:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def helper(function: F) -> F:
