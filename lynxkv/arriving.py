@@ -23,6 +23,7 @@ class ArrivingCache:
 
     Args:
         straight: nobody looks at the cache before it has the aim, so lower precisions are not decoded.
+        hold: the Residual is asked for only when somebody waits for it or calls `start_residual`.
         swap: called before and after the Residual changes the cache, and once when the Anchor is complete.
         on_written: told of segments after they have been decoded.
         on_event: told of progress and spans.
@@ -39,11 +40,13 @@ class ArrivingCache:
         aim: Precision,
         *,
         straight: bool,
+        hold: bool = False,
         swap: Callable[[], None] = lambda: None,
         on_written: Callable[[Sequence[SegmentPayload]], None] = lambda payloads: None,
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self._reader, self._swap, self._on_written, self._on_event = reader, swap, on_written, on_event
+        self._hold = hold
         self._aim: Precision = aim if reader.header.residual is not None else "anchor"
         self._decoder = CacheDecoder(reader.header, cache, skip_anchor=straight and self._aim != "anchor")
         self._missing = _missing(reader)
@@ -94,6 +97,17 @@ class ArrivingCache:
         per_byte = (time.perf_counter() - self._started_at) / max(1, self.bytes_done)
         return left * per_byte, tail * per_byte
 
+    def start(self) -> None:
+        """Start to fetch the Anchor."""
+        if self._anchor is None:
+            self._anchor = self._reader.stream_anchor()
+
+    def start_residual(self) -> None:
+        """Start to fetch the Residual, if it is wanted."""
+        if self._residual is None and self._aim != "anchor":
+            self._residual_s = self._now()
+            self._residual = self._reader.start_residual(exact=self._aim == "exact")
+
     def take_ready(self) -> None:
         """Decode what of the Residual has arrived, without waiting."""
         if self._residual is not None:
@@ -119,27 +133,22 @@ class ArrivingCache:
                 stream.close()
 
     def _take_next(self) -> None:
-        if self._anchor is None:
-            self._anchor = self._reader.stream_anchor()
+        self.start()
+        assert self._anchor is not None
         if not self._anchor.done:
             payloads = self._anchor.wait()
             self._decode(payloads + self._anchor.ready())
             return
-        self._start_residual()
+        self.start_residual()
         assert self._residual is not None
         assert not self._residual.done
         payloads = self._residual.wait()
         self._refine(payloads + self._residual.ready())
 
-    def _start_residual(self) -> None:
-        if self._residual is None and self._aim != "anchor":
-            self._residual_s = self._now()
-            self._residual = self._reader.start_residual(exact=self._aim == "exact")
-
     def _decode(self, payloads: list[SegmentPayload]) -> None:
         assert self._anchor is not None
-        if self._anchor.done:  # the link is free: the Residual is asked for before anything is decoded
-            self._start_residual()
+        if self._anchor.done and not self._hold:  # the link is free: ask for the Residual before anything is decoded
+            self.start_residual()
         began, self._batch_bytes = self._now(), sum(payload.raw.nbytes for payload in payloads)
         self._decoder.anchor_all(payloads)
         self._on_written(payloads)

@@ -141,8 +141,11 @@ class _Batch:
 
     def draft(self) -> None:
         """Propose a token a row and step, refining between steps with what has arrived."""
+        # All Anchors before any Residual.
         for arriving in self.arriving:
             arriving.wait_for("anchor")
+        for arriving in self.arriving:
+            arriving.start_residual()
         pending = [row.prompt.suffix_ids for row in self.rows]
         while any(pending) and self._goes_on(max(map(len, pending))):
             logits = self._step(pending)
@@ -302,12 +305,15 @@ def _opened(
                         cache.row(own[0]),
                         target,
                         straight=speculate == "off",
+                        hold=True,
                         on_written=partial(_copy, cache, own),
                     )
                 )
             )
             for reader, own in sharing.items()
         ]
+        for item in arriving:
+            item.start()
         yield _Batch(
             rows, model, cache, arriving, list(sharing), target=target, speculate=speculate, pace=pace or Pace()
         )

@@ -5,6 +5,7 @@ Nothing of the run is used again: the cache is fetched and decoded anew, in one 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,9 @@ from lynxkv.identity import check_identity
 from lynxkv.models import DecoderModel
 from lynxkv.prompt import place
 
+# Logits of more positions are not kept.
+ROUNDING_TOKENS = 64
+
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
@@ -29,8 +33,8 @@ class Proof:
         differs_at: the index of that one; None if none does.
         gap_there: how far plain decoding ranks the run's token below its own there, in logits.
         smallest_gap: the least difference of the two highest logits at all positions compared.
-        rounding: the largest difference of a logit between one pass over all tokens and passes over one token each:
-            the model's own kernels round differently, and a gap of this size can turn.
+        rounding: the largest difference of a logit between one pass over all tokens and passes over one token each, at
+            the last `ROUNDING_TOKENS` positions: the model's own kernels round differently, and such a gap can turn.
     """
 
     equal: bool
@@ -82,27 +86,34 @@ def prove(
     decode_into(reader, cache, result.precision)
     cache.rollback(prompt.base)
     # Up to the first difference both are one text, so the run's tokens can be fed.
-    rows = [] if prompt.suffix_ids else [_stored_logits(reader, model)]
-    given = len(rows)
+    given = [] if prompt.suffix_ids else [_stored_logits(reader, model)]
+    rows, gaps = deque(given, maxlen=ROUNDING_TOKENS), [_gap(row) for row in given]
     pending = prompt.suffix_ids or tokens[:1]
-    while len(rows) < len(tokens) and (not rows or int(rows[-1].argmax()) == tokens[len(rows) - 1]):
+    while len(gaps) < len(tokens) and (not rows or int(rows[-1].argmax()) == tokens[len(gaps) - 1]):
         rows.append(model.step(cache, pending)[0])
-        pending = [tokens[len(rows) - 1]]
-        progress(len(rows), len(tokens))
-    count, last, chosen = len(rows), rows[-1], tokens[len(rows) - 1]
+        gaps.append(_gap(rows[-1]))
+        pending = [tokens[len(gaps) - 1]]
+        progress(len(gaps), len(tokens))
+    count, last, chosen = len(gaps), rows[-1], tokens[len(gaps) - 1]
     cache.rollback(prompt.base)
     ids = [*prompt.suffix_ids, *tokens[: count - 1]]
-    together: Iterable[Tensor] = model.step(cache, ids, rows=count - given) if count > given else ()
-    gap = float(last.max() - last[chosen])
+    compared = min(len(rows), count - len(given))
+    together: Iterable[Tensor] = model.step(cache, ids, rows=compared) if compared else ()
+    alone = list(rows)[len(rows) - compared :]
     differs = int(last.argmax()) != chosen
     return Proof(
         equal=not differs,
         tokens=count,
         differs_at=count - 1 if differs else None,
-        gap_there=gap if differs else None,
-        smallest_gap=min(float(row.topk(2).values.diff().abs()) for row in rows),
-        rounding=max((float((a - b).abs().max()) for a, b in zip(rows[given:], together, strict=True)), default=0.0),
+        gap_there=float(last.max() - last[chosen]) if differs else None,
+        smallest_gap=min(gaps),
+        rounding=max((float((a - b).abs().max()) for a, b in zip(alone, together, strict=True)), default=0.0),
     )
+
+
+def _gap(logits: Tensor) -> float:
+    """Of the two highest."""
+    return float(logits.topk(2).values.diff().abs())
 
 
 def _stored_logits(reader: CacheReader, model: DecoderModel) -> Tensor:

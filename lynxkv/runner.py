@@ -76,7 +76,8 @@ def generate(
             "exact", the first token comes from the logits that the cache stores.
         sampling: greedy by default.
         speculate: "auto" drafts while the Residual is in flight, as long as one more token is worth its cost; a number
-            drafts that many, in each stage; "off" waits for the target cache and then decodes.
+            drafts that many, in each stage, or what fits in `DRAFT_BYTES`; "off" waits for the target cache and then
+            decodes.
         verify: the target. "exact" is the original cache: text that passed the full one is provisional until then.
             "none" decodes on the anchor alone: the Residual is not fetched and the text is marked so.
         stop: strings that end the verified text.
@@ -461,11 +462,11 @@ class _Run:
 
 
 def draft_tokens(speculate: object, most: int) -> int:
-    """The most tokens that the option `speculate` lets a stage propose, of the `most` that there is memory for."""
+    """The most tokens that the option `speculate` lets a stage propose; there is memory for `most`."""
     if speculate == "auto":
         return most
     if speculate == "off":
         return 0
     if not isinstance(speculate, int) or speculate < 1:
         raise InputError(f"speculate is {speculate!r}", hint="use auto, off, or a number of tokens")
-    return speculate
+    return min(speculate, most)

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from lynxkv.errors import InputError
 from lynxkv.events import Event, GenerateResult, Span, Track
+from lynxkv.plotting import check_plot
 
 TRACKS: tuple[Track, ...] = get_args(Track)
 LABELS: dict[Track, str] = {
@@ -74,9 +75,7 @@ class Trace:
         Raises:
             InputError: matplotlib is missing, or `path` cannot be written.
         """
-        from lynxkv.bench.plots import check_available
-
-        check_available()
+        check_plot(path)
         from matplotlib.figure import Figure
 
         colours = {"fetch": "C0", "decode": "C9", "draft": "0.6", "refine": "C9", "verify": "C2", "plain": "C2"}
@@ -95,8 +94,8 @@ class Trace:
         axes.spines[["top", "right"]].set_visible(False)
         try:
             figure.savefig(path, dpi=150)
-        except (OSError, ValueError) as error:
-            raise InputError(f"cannot draw {path}: {error}", hint="name a file that ends in .png or .svg") from error
+        except OSError as error:
+            raise InputError(f"cannot write {path}: {error.strerror}", hint="name another file") from error
 
 
 def _first_tokens(result: GenerateResult) -> list[tuple[str, float]]:

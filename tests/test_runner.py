@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from lynxkv import runner
 from lynxkv.codecs.uniform import Uniform
 from lynxkv.encoder import encode
 from lynxkv.errors import FetchError, IdentityError, InputError
@@ -187,6 +188,14 @@ def test_a_step_runs_on_the_first_layers_while_the_others_arrive(
         got = generate(reader, llama, [5, 6], max_new_tokens=4, on_event=count, **options)
     assert want in (got.token_ids, None)
     assert (decoded_before_steps[0] < decoded_before_steps[-1]) is early
+
+
+def test_memory_bounds_a_draft_whatever_is_asked_for(llama: Model, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_cache(llama, url)
+    monkeypatch.setattr(runner, "DRAFT_BYTES", 3 * 4 * llama.vocab_tokens * 5)
+    endless = dataclasses.replace(llama, eos_token_ids=frozenset())
+    with ScriptedReader(url) as reader:
+        assert generate(reader, endless, [5], max_new_tokens=NEW_TOKENS, speculate=20).drafted == 5
 
 
 def test_a_draft_that_fares_worse_than_was_learnt_is_told(llama: Model, url: str) -> None:

@@ -298,3 +298,8 @@ def test_a_link_is_shared_by_all_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: 100.0)
     link = Link(bit_per_s=8e6, rtt_s=0.5)
     assert [link.delay_s(1_000_000) for _ in range(3)] == pytest.approx([1.5, 2.5, 3.5])
+
+
+def test_residuals_elsewhere_do_not_go_where_a_cache_could_be(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="names a cache"):
+        Store.of_residuals(tmp_path / "cold.lynx")

@@ -12,6 +12,7 @@ from lynxkv.encoder import encode
 from lynxkv.errors import InputError
 from lynxkv.events import GenerateResult
 from lynxkv.models import prefill
+from lynxkv.plotting import check_writable
 from lynxkv.runner import generate
 from lynxkv.testing.readers import ScriptedReader
 from lynxkv.testing.tiny_models import tiny_model
@@ -59,6 +60,9 @@ def test_a_chrome_trace_has_a_named_track_for_every_span(
     }
     with pytest.raises(InputError, match="cannot write"):
         trace.write(tmp_path, result)
+    for path in (tmp_path, tmp_path / "missing" / "out.json"):
+        with pytest.raises(InputError, match="cannot write"):
+            check_writable(path)
 
 
 def test_a_time_line_is_drawn(run: tuple[Trace, GenerateResult, int], tmp_path: Path) -> None:

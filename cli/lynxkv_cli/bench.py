@@ -106,8 +106,9 @@ def codec(
             raise UsageProblem(f"the baseline {baseline} is not among the codecs", hint=hint)
     if plot is not None:
         from lynxkv.bench import plots
+        from lynxkv.plotting import check_matplotlib
 
-        plots.check_available()
+        check_matplotlib()
     plan = Plan.quick(**changes) if quick else Plan.standard(**changes)
     output.note(f"loading {model}")
     loaded = lynxkv.load_model(model, report=output.note)

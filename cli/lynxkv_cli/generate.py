@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lynxkv.choices import Verify
-from lynxkv.errors import InputError
-from lynxkv_cli._errors import UsageProblem
+from lynxkv.plotting import check_plot, check_writable
+from lynxkv_cli._errors import FAILED, UsageProblem
 from lynxkv_cli._options import Json, Model, Quiet, Url, parse_link, parse_speculate, read_text
 from lynxkv_cli._output import Output, can_style, seconds, size
 
@@ -93,10 +93,10 @@ def generate(
         raise UsageProblem("a --stop text is empty", hint="give the text to end before, or leave --stop out")
     if prove and (temperature or repetition_penalty != 1):
         raise UsageProblem("--prove compares greedy texts", hint="leave --temperature and --repetition-penalty out")
+    if trace is not None:
+        check_writable(trace)
     if plot is not None:
-        from lynxkv.bench.plots import check_available
-
-        check_available()
+        check_plot(plot)
     question = None if prompt is None else read_text(prompt, name="question", note=output.note)
     import lynxkv
 
@@ -162,10 +162,7 @@ def generate(
     if proof is not None:
         output.note(verdict(proof, result))
         if not proof.explained:
-            raise InputError(
-                "the text is not that of plain decoding, and rounding does not explain it",
-                hint="please report this with the output of the same command and --json",
-            )
+            raise typer.Exit(FAILED)
 
 
 def _prove(url: str, model: hf.Model, suffix_ids: list[int], result: GenerateResult, output: Output) -> Proof:
@@ -182,9 +179,10 @@ def verdict(proof: Proof, result: GenerateResult) -> str:
     figures = f"least gap of two logits {proof.smallest_gap:.2g}, rounding between passes {proof.rounding:.1g}"
     if proof.equal:
         return f"proved: all {proof.tokens} tokens are those of {plain}; {figures}"
+    blame = "" if proof.explained else "rounding does not explain it: please report this with the output of --json; "
     return (
-        f"token {proof.differs_at} differs from that of {plain}, which ranks it {proof.gap_there:.2g} below its own; "
-        f"{figures}"
+        f"{blame}token {proof.differs_at} differs from that of {plain}, which ranks it {proof.gap_there:.2g} below its "
+        f"own; {figures}"
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,16 +10,10 @@ import numpy as np
 
 from lynxkv.bench.codec import CodecBench
 from lynxkv.bench.report import cells_of, rows
-from lynxkv.errors import InputError
+from lynxkv.plotting import check_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-
-def check_available() -> None:
-    """Raise InputError if matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise InputError("plots need matplotlib", hint="pip install 'lynxkv[bench]'")
 
 
 def write_plots(bench: CodecBench, folder: Path) -> list[Path]:
@@ -29,7 +22,7 @@ def write_plots(bench: CodecBench, folder: Path) -> list[Path]:
     Raises:
         InputError: matplotlib is not installed.
     """
-    check_available()
+    check_matplotlib()
     from matplotlib.figure import Figure
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -127,10 +127,11 @@ def grid_through_short_vectors(x: Tensor, mean: F32, step: float, beside: float 
     # In f64, where no square overflows. If those of `lengths` did, the choice was poor, which is no harm.
     length = torch.linalg.vector_norm(short, dim=2, keepdim=True).clamp_(min=1e-300)
     weight = (length / length.amin(1, keepdim=True)) ** -4
-    phase = (short - torch.from_numpy(mean).view(heads, 1, dim) - beside) * (2 * torch.pi / step)
+    middle = torch.from_numpy(mean).to(x.device).view(heads, dim)
+    phase = (short - middle[:, None] - beside) * (2 * torch.pi / step)
     turn = torch.atan2((weight * phase.sin()).sum(1), (weight * phase.cos()).sum(1)) / (2 * torch.pi)
-    moved = torch.from_numpy(mean).view(heads, dim) + (turn * step).to(torch.float32)
-    return round_to(moved, "bf16").to(torch.float32).reshape(-1).numpy()
+    moved = middle + (turn * step).to(torch.float32)
+    return round_to(moved, "bf16").to("cpu", torch.float32).reshape(-1).numpy()
 
 
 @dataclass(frozen=True, kw_only=True)

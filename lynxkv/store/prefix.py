@@ -42,7 +42,13 @@ class Store:
 
     @classmethod
     def of_residuals(cls, url: Url) -> Store:
-        """A folder or prefix that holds Residuals whose Anchors are elsewhere; its name is free."""
+        """A folder or prefix that holds Residuals whose Anchors are elsewhere.
+
+        Raises:
+            InputError: its name is that of a cache, in which a Residual without an Anchor is taken for a leftover.
+        """
+        if os.fspath(url).rstrip("/").endswith(SUFFIX):
+            raise InputError(f"{url} names a cache", hint=f"Residuals go to a folder whose name has no {SUFFIX}")
         store = cls.__new__(cls)
         store._open(url)
         return store

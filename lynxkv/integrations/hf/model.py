@@ -126,7 +126,7 @@ class Model:
         while len(token_ids) - start - CHUNK_TOKENS >= max(rows, 1):
             self._forward(cache, token_ids[start : start + CHUNK_TOKENS], 1)
             start += CHUNK_TOKENS
-        return self._forward(cache, token_ids[start:], rows)[0].float()
+        return _finished(self._forward(cache, token_ids[start:], rows)[0])
 
     def new_batch_cache(self, stored: Sequence[Sequence[LayerSpec]], new_slots: int) -> BatchCache:
         """See `BatchCache.allocate`."""
@@ -150,8 +150,7 @@ class Model:
             logits_to_keep=rows,
             **{self.cache_argument: cache},
         )
-        logits: Tensor = output.logits[:, -rows:]
-        return logits.float()
+        return _finished(output.logits[:, -rows:])
 
     def _forward(self, cache: Any, token_ids: Sequence[int], rows: int) -> Tensor:
         ids = torch.tensor([list(token_ids)], device=self.hf.device)
@@ -162,6 +161,14 @@ class Model:
     def to_text(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids`, special tokens left out."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _finished(logits: Tensor) -> Tensor:
+    """Logits in f32, once they are there: whoever takes the time of a step shall not take that of its launch."""
+    out = logits.float()
+    if out.is_cuda:
+        torch.cuda.current_stream(out.device).synchronize()
+    return out
 
 
 def load_checkpoint(checkpoint: Checkpoint, *, dtype: str = "float32", device: str = "cpu") -> Model:
