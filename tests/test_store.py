@@ -301,5 +301,5 @@ def test_a_link_is_shared_by_all_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_residuals_elsewhere_do_not_go_where_a_cache_could_be(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="names a cache"):
+    with pytest.raises(lynxkv.InputError, match="names a cache"):
         Store.of_residuals(tmp_path / "cold.lynx")
