@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import get_args
@@ -54,13 +55,16 @@ def compare(
         precision: the highest to look at; by default the best that the cache has.
 
     Raises:
-        InputError: the shapes differ, there is no such precision, or the cache does not have it.
+        InputError: the shapes differ, there is no such precision, the cache does not have it, attention is not
+            defined on a layer without a model, or overflows.
         StoreError, FormatError: the cache cannot be read.
     """
     out: list[TensorError] = []
     with open_cache(url) as reader:
         header = reader.header
         layers = _held_by(header, original, reader.url)
+        if attend is None:
+            _check_heads(layers, reader.url)
         decoded = KVDestination(header)
         best: Precision = precision or ("exact" if header.has_exact else "full")
         check_precision(header, best)
@@ -125,7 +129,7 @@ def _layer_errors(
         "k": nmse(attend(decoded["k"], v), exact),
         "v": nmse(attend(k, decoded["v"]), exact),
     }
-    return [
+    errors = [
         TensorError(
             layer=number,
             tensor=name,
@@ -137,6 +141,13 @@ def _layer_errors(
         )
         for name in alone
     ]
+    for error in errors:
+        if not math.isfinite(error.nmse + error.attention_nmse + error.attention_nmse_both):
+            raise InputError(
+                f"layer {number}: keys or values are too large for errors in float32",
+                hint="check the KV that the cache was made from: attention on it overflows, too",
+            )
+    return errors
 
 
 def _held_by(header: CacheHeader, original: KV, url: str) -> list[dict[TensorName, Tensor]]:
@@ -147,6 +158,17 @@ def _held_by(header: CacheHeader, original: KV, url: str) -> list[dict[TensorNam
         _cut(spec, layer, f"{url}: layer {number}")
         for number, (spec, layer) in enumerate(zip(header.layers, original.layers, strict=True))
     ]
+
+
+def _check_heads(layers: Sequence[dict[TensorName, Tensor]], url: str) -> None:
+    for number, layer in enumerate(layers):
+        heads = [layer[name].shape[0] for name in ("k", "v") if name in layer]
+        if len(set(heads)) > 1:
+            raise InputError(
+                f"{url}: layer {number} has {heads[0]} heads of keys and {heads[1]} of values, "
+                "which does not say how they attend",
+                hint="compare with the model itself",
+            )
 
 
 def _cut(spec: LayerSpec, layer: KVLayer, where: str) -> dict[TensorName, Tensor]:

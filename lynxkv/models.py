@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -174,6 +175,7 @@ def prefill_with_logits(
     """
     if chunk_tokens < 1:
         raise InputError(f"chunk_tokens is {chunk_tokens}", hint="a prefill step takes at least one token")
+    token_ids = listed(token_ids)
     check_prompt(model, token_ids)
     total = len(token_ids)
     cache = model.new_cache(0, total, rollback_tokens=2 * chunk_tokens)
@@ -183,6 +185,13 @@ def prefill_with_logits(
         if progress is not None:
             progress(stop, total)
     return Prefilled(kv=cache.to_kv(token_ids), logits=logits[-1].clone())
+
+
+def listed(token_ids: Sequence[int]) -> list[int]:
+    """Token ids as a list; a tensor or an array of them is one sequence, too."""
+    if isinstance(token_ids, Tensor | np.ndarray):
+        return list(token_ids.tolist())
+    return list(token_ids)
 
 
 def check_prompt(model: DecoderModel, token_ids: Sequence[int]) -> None:
@@ -201,6 +210,6 @@ def check_prompt(model: DecoderModel, token_ids: Sequence[int]) -> None:
 def check_prompt_ids(model: DecoderModel, token_ids: Sequence[int]) -> None:
     """Refuse, with an InputError, token ids that the model does not have."""
     if not all(isinstance(token, Integral) for token in token_ids):
-        raise InputError("a token id is not an integer", hint="give token ids, as a tokenizer makes them")
+        raise InputError("a token id is not an integer", hint="give one sequence of token ids, without a batch")
     if min(token_ids) < 0 or max(token_ids) >= model.vocab_tokens:
         raise InputError(f"the prompt has token ids outside the model's vocabulary of {model.vocab_tokens}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lynxkv.errors import IdentityError, InputError
 from lynxkv.fetch import CacheReader
-from lynxkv.models import DecoderModel, check_prompt, check_prompt_ids
+from lynxkv.models import DecoderModel, check_prompt, check_prompt_ids, listed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ def place(
     header = reader.header
     if header.tokens.start:
         raise InputError(f"the cache starts at position {header.tokens.start}", hint="give one that starts at 0")
-    base, suffix = header.tokens.stop, list(suffix_ids)
+    base, suffix = header.tokens.stop, listed(suffix_ids)
     run_last_again = not suffix and not (use_logits and _has_logits(reader, model))
     history = _cached_ids(reader) if needs_history or run_last_again else []
     if history:

@@ -134,3 +134,19 @@ def test_a_longer_original_is_cut_and_another_is_refused(tmp_path: Path) -> None
     for layer, stored in zip(kv.layers, lynxkv.load(url).layers, strict=True):
         layer.tensors = {name: torch.cat([x[:, :70], stored.tensors[name]], 1) for name, x in layer.tensors.items()}
     assert {row.max_abs for row in lynxkv.compare(url, kv)} == {0.0}
+
+
+def test_layers_that_do_not_say_how_they_attend_are_refused(tmp_path: Path) -> None:
+    url, kv = str(tmp_path / "a.lynx"), random_kv(tokens=20)
+    kv.layers[1].tensors["v"] = kv.layers[1].tensors["v"][:1]
+    lynxkv.encode(kv, url)
+    with pytest.raises(InputError, match=r"layer 1 has \d heads of keys and 1 of values"):
+        lynxkv.compare(url, kv)
+
+
+def test_attention_that_overflows_is_refused(tmp_path: Path) -> None:
+    url, kv = str(tmp_path / "a.lynx"), random_kv(tokens=20)
+    kv.layers[1].tensors["k"][0, 12, 0] = 3e38
+    lynxkv.encode(kv, url)
+    with pytest.raises(InputError, match="layer 1: keys or values are too large"):
+        lynxkv.compare(url, kv)

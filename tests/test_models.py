@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,6 +26,18 @@ def test_prompts_that_cannot_be_run_are_refused(ids: list[Any], message: str) ->
     model = dataclasses.replace(tiny_model("llama"), context_tokens=40)
     with pytest.raises(InputError, match=message):
         prefill(model, ids)
+
+
+def test_tensors_and_arrays_of_ids_are_lists_of_them() -> None:
+    model, ids = tiny_model("llama"), [3, 9, 12, 7]
+    plain = prefill(model, ids)
+    tensors: list[Any] = [torch.tensor(ids), np.array(ids)]
+    for given in tensors:
+        assert prefill(model, given).token_ids == ids
+        assert torch.equal(prefill(model, given).layers[0].tensors["k"], plain.layers[0].tensors["k"])
+    batch: Any = torch.tensor([ids])
+    with pytest.raises(InputError, match="not an integer"):
+        prefill(model, batch)
 
 
 def test_a_prefill_step_takes_at_least_one_token() -> None:

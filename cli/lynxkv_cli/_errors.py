@@ -109,6 +109,10 @@ class UsageProblem(typer.BadParameter):
         super().__init__(message)
         self.hint = hint
 
+    def format_message(self) -> str:
+        """The message as it is: it names what is wrong, which an "Invalid value" before it would not."""
+        return self.message
+
 
 def failure_of(error: BaseException) -> Failure:
     """What to say of `error`."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Url = Annotated[
     str,
-    typer.Argument(metavar="URL", help="The cache: a folder or any fsspec URL (s3://, http://, memory://)."),
+    typer.Argument(metavar="URL", help="The cache: a folder or any fsspec URL (s3://, https://, gs://)."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout; docs/json.md has its schema.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no messages, only data.")]

@@ -219,11 +219,13 @@ def summary(result: GenerateResult) -> str:
     if result.bytes_exact:
         exact = f", exact {size(result.bytes_exact)}"
     unverified = f"{UNVERIFIED}\n" if result.precision == "anchor" else ""
+    firsts = f"first token {seconds(result.first_verified_s)}"
+    if result.precision != "anchor":
+        firsts = f"first draft token {seconds(result.first_draft_s)}, first verified {firsts.removeprefix('first ')}"
     buffers = ", ".join(f"{name.replace('_', ' ')} {size(count)}" for name, count in result.peak_parts.items())
     return (
         f"{unverified}drafted {result.drafted}, accepted {result.accepted}{share}\n"
-        f"first draft token {seconds(result.first_draft_s)}, first verified token {seconds(result.first_verified_s)}, "
-        f"all {len(result.token_ids)} tokens {seconds(result.total_s)}\n"
+        f"{firsts}, all {len(result.token_ids)} tokens {seconds(result.total_s)}\n"
         f"{second}Anchor {size(result.bytes_anchor)}, Residual {size(result.bytes_residual)}{exact}; "
         f"buffers at their largest {size(result.peak_bytes)} ({buffers})"
     )

@@ -80,6 +80,8 @@ def test_text_that_was_not_verified_says_so(lynx: Lynx, tmp_path: Path) -> None:
     done = lynx("generate", tmp_path / "a.lynx", *ask, "--verify", "none")
     assert [line.split(":")[0] for line in done.err.splitlines()].count("unverified") == 2  # before and after it
     assert "unverified" not in done.out
+    assert "first token" in done.err
+    assert "verified token" not in done.err
     assert "unverified" not in lynx("generate", tmp_path / "a.lynx", *ask).err
     # There is no Residual, so that nothing is missing.
     assert "unverified" not in lynx("generate", tmp_path / "raw.lynx", *ask, "--verify", "none").err

@@ -199,3 +199,8 @@ def fill(cache: LynxCache, kv: KV) -> None:
     for number, layer in enumerate(kv.layers):
         for name, tensor in layer.tensors.items():
             cache.target(number, name).copy_(tensor)
+
+
+def test_room_for_less_than_no_token_is_refused() -> None:
+    with pytest.raises(InputError, match="new_tokens is -1"):
+        LynxCache.allocate(tiny_model("llama"), 10, -1)

@@ -192,7 +192,10 @@ class LynxCache(Cache):
 
         Raises:
             IdentityError: `layers` are not those of the model.
+            InputError: `new_tokens` is negative.
         """
+        if new_tokens < 0:
+            raise InputError(f"new_tokens is {new_tokens}", hint="give the number of tokens to leave room for")
         shapes = model.layer_specs()
         if layers is None:
             spans = [(max(0, tokens - shape.window) if shape.window else 0, tokens) for shape in shapes]
