@@ -27,8 +27,9 @@ Measure quantising, decoding and refining beside a plain copy of the same bytes.
 
 Rates count bytes of 16-bit tensors: those read when quantising, those written when decoding. All operations
 take turns, on as many threads as torch has; shown are the median over the repeats and, in brackets, the
-extremes. The reference is measured on a sixteenth of the data. Where there is a GPU, the Triton kernels run on
-it, beside a copy within its memory. Take a machine that does nothing else.
+extremes. gb_per_core_s counts processor time of all threads instead, which tells more on a busy machine. The
+reference is measured on a sixteenth of the data. Where there is a GPU, the Triton kernels run on it, beside a
+copy within its memory.
 
 Encoding quantises segments while others are compressed; beside it are these parts alone, on one thread. Fetching
 and decoding is all of loading: from a store in memory, with digests, zstd and the kernels.
@@ -124,6 +125,7 @@ COLUMNS: dict[str, Any] = {
     "gb_per_s": lambda row: f"{row.gb_per_s:.2f} [{row.low:.2f}, {row.high:.2f}]",
     "copy_gb_per_s": lambda row: f"{row.copy_gb_per_s:.2f}",
     "ratio_to_copy": lambda row: f"{row.ratio_to_copy:.3f}",
+    "gb_per_core_s": lambda row: f"{row.gb_per_core_s:.2f}" if row.gb_per_core_s is not None else "",
 }
 STATIC: dict[str, Any] = {
     "kernel": lambda row: row.case,

@@ -46,7 +46,8 @@ _SEGMENTS_A_TENSOR = 2
 @dataclass(frozen=True, kw_only=True)
 class KernelRow:
     """One operation. Rates are medians over the repeats, `low` and `high` their extremes; `ratio_to_copy` is the median
-    of the ratios to the same repeat's copy on the same device. `data_bytes` is what the operation was measured on.
+    of the ratios to the same repeat's copy on the same device. `gb_per_core_s` counts seconds of processor time of all
+    threads, which others on the machine disturb less; None on a GPU. `data_bytes` is what it was measured on.
     """
 
     heads: int
@@ -60,6 +61,7 @@ class KernelRow:
     high: float
     copy_gb_per_s: float
     ratio_to_copy: float
+    gb_per_core_s: float | None
     data_bytes: int
 
 
@@ -347,11 +349,15 @@ _CLOCKS = {"cpu": _wall_seconds, "cuda": _kernel_seconds}
 def _measure(operations: Sequence[Operation], *, repeats: int) -> list[dict[str, Any]]:
     """Run all operations once to warm up, then `repeats` times in turn; ratios are to the copy on the same device."""
     rates: list[list[float]] = [[] for _ in operations]
+    core_rates: list[list[float]] = [[] for _ in operations]
     for repeat in range(-1, repeats):
         for number, operation in enumerate(operations):
+            used = time.process_time()
             seconds = _CLOCKS[operation.device](operation.work)
+            used = max(time.process_time() - used, 1e-9)
             if repeat >= 0:
                 rates[number].append(operation.moved / seconds / 1e9)
+                core_rates[number].append(operation.moved / used / 1e9)
     copies = {item.device: own for item, own in zip(operations, rates, strict=True) if item.op == "copy"}
     return [
         {
@@ -363,7 +369,8 @@ def _measure(operations: Sequence[Operation], *, repeats: int) -> list[dict[str,
             "high": max(own),
             "copy_gb_per_s": median(copies[operation.device]),
             "ratio_to_copy": median(rate / copy for rate, copy in zip(own, copies[operation.device], strict=True)),
+            "gb_per_core_s": median(core) if operation.device == "cpu" else None,
             "data_bytes": operation.moved,
         }
-        for operation, own in zip(operations, rates, strict=True)
+        for operation, own, core in zip(operations, rates, core_rates, strict=True)
     ]

@@ -47,7 +47,7 @@ def test_table(lynx: Lynx) -> None:
     done = lynx(*SMALL, "--codec", "int4", "--backend", "cpu", "--quiet")
     assert done.err == ""
     assert done.out.splitlines()[0].split() == [
-        *("shape", "codec", "device", "backend", "op", "gb_per_s", "copy_gb_per_s", "ratio_to_copy")
+        *("shape", "codec", "device", "backend", "op", "gb_per_s", "copy_gb_per_s", "ratio_to_copy", "gb_per_core_s")
     ]
 
 
@@ -64,6 +64,7 @@ def test_the_larger_part_bounds_the_overlap() -> None:
         high=0.5,
         copy_gb_per_s=5,
         ratio_to_copy=0.1,
+        gb_per_core_s=0.3,
         data_bytes=1,
     )
     parts = [replace(row, op=op, gb_per_s=rate) for op, rate in zip(ENCODE_PARTS, (0.6, 0.45), strict=True)]
