@@ -94,8 +94,7 @@ def kv_from_safetensors(path: str | Path) -> KV:
         InputError: the file cannot be read as safetensors, or its arrays are not those.
     """
     if not Path(path).is_file():  # opening a pipe would wait for somebody to write it
-        what = "it is not a file" if Path(path).exists() else "there is no such file"
-        raise InputError(f"cannot read {path}: {what}", hint="give a safetensors file")
+        raise InputError(f"cannot read {path}: there is no such file", hint="give a safetensors file")
     try:
         with safetensors.safe_open(str(path), framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
