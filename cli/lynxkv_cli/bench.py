@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lynxkv_cli import bench_batch, bench_decode, bench_fetch, bench_kernels
+from lynxkv_cli import bench_batch, bench_decode, bench_fetch, bench_kernels, bench_tasks
 from lynxkv_cli._errors import UsageProblem
 from lynxkv_cli._options import Json, Quiet, read_text
 from lynxkv_cli._output import Output, Progress, can_style
@@ -50,6 +50,9 @@ app.command("decode", help=bench_decode.HELP, short_help="Time to the first toke
 )
 app.command("fetch", help=bench_fetch.HELP, short_help="Loading a cache beside a bare download.")(bench_fetch.fetch)
 app.command("kernels", help=bench_kernels.HELP, short_help="Speed of the kernels beside a copy.")(bench_kernels.kernels)
+app.command("tasks", help=bench_tasks.HELP, short_help="What stored caches still know: planted keys and facts.")(
+    bench_tasks.tasks
+)
 
 
 @app.command("codec", help=CODEC_HELP, short_help="Bits, errors and accepted draft length of every codec.")
@@ -140,12 +143,16 @@ def _progress(output: Output, bars: Progress) -> Progress:
 
 
 def render(bench: CodecBench, all_rows: Sequence[Row], compared: Sequence[Comparison]) -> str:
-    """The rows and the comparisons as text, one table a length and kind."""
+    """The rows, the Pareto front and the comparisons as text, one table a length and kind."""
+    from lynxkv.bench.report import front
+
     parts = []
     for tokens in bench.plan.tokens:
         measured = [row for row in all_rows if row.tokens == tokens]
         parts.append(_heading(bench.plan, measured[0]))
         parts.append(table(COLUMNS, measured))
+        parts.append("Pareto front: nothing measured has both fewer bits and a smaller attention error")
+        parts.append(table(FRONT, front(measured, tokens)))
         for baseline in dict.fromkeys(item.baseline for item in compared):
             against = [item for item in compared if (item.tokens, item.baseline) == (tokens, baseline)]
             parts.append(f"against {baseline}, paired; 95 % intervals")
@@ -161,6 +168,12 @@ def _heading(plan: Plan, row: Row) -> str:
     )
 
 
+FRONT: dict[str, Any] = {
+    "codec": lambda point: point.codec,
+    "precision": lambda point: point.precision,
+    "bits": lambda point: f"{point.bits:.2f}",
+    "attn error": lambda point: f"{point.attn_nmse:.1e}",
+}
 COLUMNS: dict[str, Any] = {
     "codec": lambda row: row.codec,
     "anchor\nbits": lambda row: f"{row.anchor_bits:.2f}",

@@ -93,7 +93,7 @@ def make_reference(
         InputError: a question has no tokens, or the model's context has no room for it.
         UnsupportedModelError: the model's attention cannot be watched.
     """
-    original = _rounded(kv)
+    original = rounded(kv)
     suffixes = [suffix(model.tokenizer, question) for question in questions]
     if not all(suffixes):
         raise InputError("a question has no tokens")
@@ -103,7 +103,7 @@ def make_reference(
             f"{kv.stop} cached tokens and {room} more are over the model's context of {model.context_tokens}",
             hint="ask for fewer tokens",
         )
-    cache = _live(model, original, room)
+    cache = live_cache(model, original, room)
     tokens = cache.tokens
     used = queries(model, cache, next_ids)
     cache.rollback(tokens)
@@ -111,7 +111,7 @@ def make_reference(
     cache.rollback(tokens)
     prompts = []
     for done, ids in enumerate(suffixes, 1):
-        prompts.append(Prompt(suffix_ids=ids, target_ids=_continue(model, cache, ids, draft_tokens)))
+        prompts.append(Prompt(suffix_ids=ids, target_ids=continue_greedily(model, cache, ids, draft_tokens)))
         cache.rollback(tokens)
         progress(done, len(suffixes))
     return Reference(
@@ -164,7 +164,7 @@ def accepted_length(logits: Tensor, target_ids: Sequence[int]) -> int:
     return int(same.long().cumprod(0).sum())
 
 
-def _continue(model: Model, cache: LynxCache, ids: list[int], max_tokens: int) -> list[int]:
+def continue_greedily(model: Model, cache: LynxCache, ids: list[int], max_tokens: int) -> list[int]:
     """The greedy continuation, `max_tokens` long or up to and including an end of text."""
     out: list[int] = []
     step = ids
@@ -174,7 +174,8 @@ def _continue(model: Model, cache: LynxCache, ids: list[int], max_tokens: int) -
     return out
 
 
-def _rounded(kv: KV) -> KV:
+def rounded(kv: KV) -> KV:
+    """The original: K and V in bf16."""
     layers = []
     for number, layer in enumerate(kv.layers):
         tensors = {
@@ -186,7 +187,7 @@ def _rounded(kv: KV) -> KV:
     return KV(layers=layers, start=kv.start, stop=kv.stop, token_ids=kv.token_ids)
 
 
-def _live(model: Model, kv: KV, room_tokens: int) -> LynxCache:
+def live_cache(model: Model, kv: KV, room_tokens: int) -> LynxCache:
     """A live cache that holds `kv`."""
     cache = empty_cache(model, kv, room_tokens)
     for number, layer in enumerate(kv.layers):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lynxkv.bench.codec import CodecBench
-from lynxkv.bench.report import cells_of, rows
+from lynxkv.bench.report import cells_of, front, rows
 from lynxkv.plotting import check_matplotlib
 
 if TYPE_CHECKING:
@@ -44,8 +44,18 @@ def write_plots(bench: CodecBench, folder: Path) -> list[Path]:
 
 
 def _rate_fidelity(axes: Axes, bench: CodecBench, tokens: int) -> None:
-    """Bits an element against the error of attention outputs, anchor joined to full."""
-    for row in rows(bench):
+    """Bits an element against the error of attention outputs, anchor joined to full; the Pareto front dashed."""
+    table = rows(bench)
+    best = [point for point in front(table, tokens) if point.attn_nmse]
+    axes.plot(
+        [point.bits for point in best],
+        [point.attn_nmse for point in best],
+        linestyle="--",
+        color="black",
+        linewidth=0.8,
+        label="Pareto front",
+    )
+    for row in table:
         if row.tokens != tokens or not row.attn_nmse_full:
             continue
         bits, errors = [row.anchor_bits, row.full_bits], [row.attn_nmse_anchor, row.attn_nmse_full]

@@ -82,6 +82,17 @@ class Comparison:
     attn_ratio_full: Interval | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class FrontPoint:
+    """A codec at one precision that nothing measured at this length beats both in bits and in attention error."""
+
+    codec: str
+    tokens: int
+    precision: Precision
+    bits: float
+    attn_nmse: float
+
+
 def rows(bench: CodecBench) -> list[Row]:
     """One row a codec and length, in the order asked for."""
     return [_row(bench, codec, tokens) for tokens in bench.plan.tokens for codec in bench.codecs]
@@ -99,11 +110,37 @@ def comparisons(bench: CodecBench, baselines: Sequence[str]) -> list[Comparison]
     ]
 
 
+def front(table: Sequence[Row], tokens: int) -> list[FrontPoint]:
+    """The Pareto front of rate and fidelity at one length, by ascending bits; of equals the first one measured."""
+    points = [
+        FrontPoint(codec=row.codec, tokens=tokens, precision=precision, bits=bits, attn_nmse=error)
+        for row in table
+        if row.tokens == tokens
+        for precision, bits, error in _precisions(row)
+    ]
+    out: list[FrontPoint] = []
+    for point in sorted(points, key=lambda item: (item.bits, item.attn_nmse)):
+        if not out or point.attn_nmse < out[-1].attn_nmse:
+            out.append(point)
+    return out
+
+
+def _precisions(row: Row) -> list[tuple[Precision, float, float]]:
+    found: list[tuple[Precision, float, float]] = [("full", row.full_bits, row.attn_nmse_full)]
+    if row.anchor_bits < row.full_bits:
+        found.insert(0, ("anchor", row.anchor_bits, row.attn_nmse_anchor))
+    if row.exact_identical:
+        found.append(("exact", row.total_bits, 0.0))
+    return found
+
+
 def as_json(bench: CodecBench, baselines: Sequence[str]) -> dict[str, Any]:
     """Everything but the single cells."""
+    table = rows(bench)
     return {
         **bench.facts(),
-        "rows": [asdict(row) for row in rows(bench)],
+        "rows": [asdict(row) for row in table],
+        "front": [asdict(point) for tokens in bench.plan.tokens for point in front(table, tokens)],
         "comparisons": [asdict(comparison) for comparison in comparisons(bench, baselines)],
     }
 

@@ -6,6 +6,7 @@ import csv
 import json
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -14,7 +15,7 @@ from lynxkv.bench.cells import CellFile
 from lynxkv.bench.codec import CodecBench, Plan, bench_codec
 from lynxkv.bench.documents import GENERAL_PROMPTS, Document, standard_documents
 from lynxkv.bench.methods import DEFAULT_METHODS, parse_methods
-from lynxkv.bench.report import Row, as_json, comparisons, rows, write_csv
+from lynxkv.bench.report import Row, as_json, comparisons, front, rows, write_csv
 from lynxkv.errors import InputError
 from lynxkv.integrations.hf import Model
 from lynxkv.testing.tiny_models import tiny_model
@@ -74,6 +75,43 @@ def test_codecs_stand_in_their_known_order(bench: CodecBench) -> None:
     assert table["raw"].accepted_mean == table["raw"].target_tokens_mean
     assert table["default"].attn_nmse_full < table["default"].attn_nmse_anchor < table["int4"].attn_nmse_anchor
     assert table["int8"].attn_nmse_anchor == table["int8"].attn_nmse_full
+
+
+def test_the_front_has_what_nothing_beats(bench: CodecBench) -> None:
+    table = rows(bench)
+    points = front(table, 150)
+    assert [point.bits for point in points] == sorted(point.bits for point in points)
+    assert [point.attn_nmse for point in points] == sorted((point.attn_nmse for point in points), reverse=True)
+    everything = [
+        pair
+        for row in table
+        if row.tokens == 150
+        for pair in ((row.anchor_bits, row.attn_nmse_anchor), (row.full_bits, row.attn_nmse_full))
+    ]
+    for point in points:
+        assert not any(bits < point.bits and error < point.attn_nmse for bits, error in everything)
+    assert {(point.codec, point.precision) for point in points} == {("int4", "full"), ("raw", "full")}  # so few tokens
+    assert {point.tokens for point in points} == {150}
+
+
+def test_both_precisions_of_a_codec_may_lie_on_the_front(bench: CodecBench) -> None:
+    row = next(row for row in rows(bench) if row.exact_identical is None)
+    sizes: dict[str, Any] = {"tokens": 99, "total_bits": 8.0}
+
+    def errors(anchor: float, full: float) -> dict[str, Any]:
+        return {"attn_nmse_anchor": anchor, "attn_nmse_full": full}
+
+    split = replace(row, codec="split", anchor_bits=4.0, full_bits=7.0, **errors(1e-3, 1e-5), **sizes)
+    whole = replace(row, codec="whole", anchor_bits=8.0, full_bits=8.0, **errors(1e-4, 1e-4), **sizes)
+    assert [(point.codec, point.precision) for point in front([whole, split], 99)] == [
+        ("split", "anchor"),
+        ("split", "full"),
+    ]
+    exact = replace(split, codec="exact", anchor_bits=5.0, full_bits=7.5, total_bits=11.0, exact_identical=True)
+    assert [(point.codec, point.precision, point.bits) for point in front([exact, whole, split], 99)][2:] == [
+        ("exact", "exact", 11.0)
+    ]
+    assert front([split], 100) == []
 
 
 def test_comparisons_are_paired(bench: CodecBench) -> None:

@@ -38,7 +38,7 @@ def test_the_table(lynx: Lynx, document: str) -> None:
     assert done.code == 0
     assert "tiny-llama, 60 tokens; documents: 1, prompts: 8, next tokens: 128" in done.out
     lines = done.out.splitlines()
-    assert sum(line.startswith("default  ") for line in lines) == 2  # its row, and against int8
+    assert sum(line.startswith("default  ") for line in lines) == 3  # its row, on the front, and against int8
     assert "against int8, paired; 95 % intervals" in lines
     assert "2 of 2 cells" in done.err
 
