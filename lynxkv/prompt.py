@@ -65,8 +65,8 @@ def place(
 
 
 def _room(model: DecoderModel, max_new_tokens: int, cached_tokens: int, suffix_tokens: int) -> int:
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens is {max_new_tokens}", hint="ask for at least one token")
+    if max_new_tokens < 1 or max_new_tokens != int(max_new_tokens):
+        raise InputError(f"max_new_tokens is {max_new_tokens}", hint="ask for a whole number of tokens, at least one")
     limit = model.context_tokens
     if limit is None:
         return max_new_tokens

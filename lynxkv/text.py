@@ -66,6 +66,8 @@ class GrowingText:
         self._eos_token_ids = eos_token_ids
         if isinstance(stop, str):
             raise InputError("stop is one string", hint="give a list of strings")
+        if not all(isinstance(string, str) for string in stop):
+            raise InputError("a stop string is not a string", hint="give the text to end before")
         if not all(stop):
             raise InputError("a stop string is empty", hint="give the text to end before, or leave it out")
         self._stop = list(stop)

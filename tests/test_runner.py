@@ -405,6 +405,8 @@ def test_a_cache_without_identity_is_still_held_to_the_models_shapes(llama: Mode
     ("options", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5"),
+        ({"stop": [5]}, "not a string"),
         ({"speculate": 0}, "speculate is 0"),
         ({"speculate": "often"}, "speculate is 'often'"),
         ({"verify": "some"}, "verify is 'some'"),
