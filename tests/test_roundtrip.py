@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from typing import get_args
 
 import numpy as np
@@ -197,6 +199,24 @@ def test_a_cache_of_pages_is_decoded_in_place(codec: str, tmp_path: Path, monkey
             for number, layer in enumerate(lynxkv.load(url, precision=stage).layers):
                 for name, tensor in layer.tensors.items():
                     assert torch.equal(Engine().target(number, name).read(), tensor)
+
+
+def test_the_documented_engine_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code in docs/kernels.md."""
+    monkeypatch.chdir(tmp_path)
+    kv = random_kv(tokens=100)
+    lynxkv.encode(kv, "report.lynx")
+    heads, tokens, dim = kv.layers[0].tensors["k"].shape
+    table = np.random.default_rng(0).permutation(9)[:7].astype(np.int64)
+    cache = torch.zeros(len(kv.layers), 9, 2, 16, heads, dim, dtype=torch.bfloat16)
+    names: dict[str, Any] = {"cache": cache, "block_table": table}
+    text = (Path(__file__).parents[1] / "docs" / "kernels.md").read_text("utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(code, names)
+    engine = names["Engine"](cache, table, tokens)
+    for number, layer in enumerate(lynxkv.load("report.lynx").layers):
+        for name, tensor in layer.tensors.items():
+            assert torch.equal(engine.target(number, name).read(), tensor)
 
 
 @pytest.mark.parametrize("codec", ["default", "alg1", "alg1-shift", "int8", "int4", "raw"])
