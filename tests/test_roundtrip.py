@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
