@@ -13,7 +13,7 @@ Precision = Literal["anchor", "full", "exact"]
 Verify = Literal["none", "full", "exact"]
 """What a generated text is verified against."""
 
-TransportName = Literal["fsspec", "obstore"]
+TransportName = Literal["auto", "fsspec", "obstore"]
 """What makes the requests when a cache is fetched."""
 
 ResidualPolicy = Literal["error", "anchor-only"]

@@ -44,7 +44,7 @@ def fetch(
 ) -> None:
     """Measure loading the cache at `url`."""
     output = Output.of(as_json=as_json, quiet=quiet)
-    known = {name: name for name in get_args(TransportName)}
+    known = {name: name for name in get_args(TransportName) if name != "auto"}
     if unknown := set(transports or ()) - known.keys():
         raise UsageProblem(f"there is no transport {min(unknown)!r}", hint=f"choose one of {', '.join(known)}")
     from lynxkv.bench.fetch import measure_fetch

@@ -13,7 +13,7 @@ from lynxkv.store.transport import Transport
 # A range holds neighbouring segments of about so many bytes. Smaller ones cost requests; but all that are in flight at
 # the end arrive together and are decoded when the link is idle, so the last ones are small.
 RANGE_BYTES = 1 << 20
-LAST_RANGE_BYTES = 256 << 10
+LAST_RANGE_BYTES = 512 << 10
 # What is asked for again when it fails.
 MAX_REQUEST_BYTES = 4 << 20
 # Memory that segments may take which were asked for and not handed out yet.
@@ -25,7 +25,8 @@ class FetchOptions:
     """How a cache is fetched.
 
     Args:
-        transport: "fsspec", "obstore", or an object that reads ranges itself.
+        transport: "fsspec", "obstore", or an object that reads ranges itself. "auto" is obstore for S3, where that is
+            installed and s3fs has no settings that it does not know, and fsspec for all else.
         concurrency: requests in flight.
         stall_s: a request that brings no bytes for so long is given up and tried again.
         request_timeout_s: so is one that takes longer than this; what it brought is kept.
@@ -37,7 +38,7 @@ class FetchOptions:
             A Residual that is damaged or belongs to another encode is an error always.
     """
 
-    transport: TransportName | Transport = "fsspec"
+    transport: TransportName | Transport = "auto"
     concurrency: int = 8
     stall_s: float = 10.0
     request_timeout_s: float = 60.0

@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 # Pieces of FIRST_READ_BYTES that are asked for when a remote cache is opened, before its layout is known: on a link of
 # 200 Mbit/s and 20 ms they cover the round trip that would pass until the first segments can be asked for.
-AHEAD = 8
+AHEAD = 4
 
 
 class CacheReader:

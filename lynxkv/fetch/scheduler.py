@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import heapq
 import itertools
+import os
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ class Scheduler:
     def __init__(self, concurrency: int, *, what: str) -> None:
         self.workers = ThreadPoolExecutor(concurrency, thread_name_prefix="lynxkv-fetch")
         self._loop: asyncio.AbstractEventLoop = get_loop()
+        self._process = os.getpid()
         self._concurrency, self._what = concurrency, what
         self._numbers = itertools.count()
         # Touched on the loop only.
@@ -65,6 +67,10 @@ class Scheduler:
         """Raise a StoreError if the reader is closed."""
         if self.closed:
             raise self._closed_error()
+        if os.getpid() != self._process:  # the loop's thread is not in a forked child
+            raise StoreError(
+                f"{self._what}: the reader belongs to another process", hint="open the cache after forking"
+            )
 
     async def compute(self, work: Callable[..., T], *arguments: Any) -> T:
         """Run a function on a worker thread, from inside a job."""

@@ -186,7 +186,7 @@ def ranges(segments: Sequence[Segment], header_bytes: int, concurrency: int) -> 
 
     for segment in segments:
         if run:
-            share = (segments[-1].stop - run[0].offset) // (2 * concurrency)
+            share = (segments[-1].stop - run[0].offset) // concurrency
             target = min(options.RANGE_BYTES, max(options.LAST_RANGE_BYTES, share))
             memory = sum(map(_memory_bytes, run)) + _memory_bytes(segment)
             if segment.stop - run[0].offset > target or memory > options.WINDOW_BYTES:

@@ -6,6 +6,7 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import fsspec
 import pytest
 
 import lynxkv
@@ -13,6 +14,7 @@ from lynxkv.choices import TransportName
 from lynxkv.fetch import FetchOptions
 from lynxkv.fetch.reader import CacheReader
 from lynxkv.store import Store
+from lynxkv.store.transport import S3Transport, transport_for
 from lynxkv.testing.kv import random_kv
 
 TRANSPORTS: tuple[TransportName, ...] = ("fsspec", "obstore")
@@ -163,3 +165,17 @@ def test_probing_a_target_leaves_nothing(url: str) -> None:
     store.check_target(overwrite=False)
     assert not store.try_objects()
     assert not store.fs.list_multipart_uploads(url.split("/")[2])
+
+
+def test_obstore_is_the_default_where_it_does_what_s3fs_would(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore")
+    from lynxkv.store.obstore_transport import ObstoreTransport
+
+    monkeypatch.delenv("AWS_CA_BUNDLE", raising=False)
+    with ThreadPoolExecutor(1) as workers:
+        assert isinstance(transport_for(Store(url), "auto", workers), ObstoreTransport)
+        monkeypatch.setenv("AWS_CA_BUNDLE", "/somewhere/ca.pem")
+        assert isinstance(transport_for(Store(url), "auto", workers), S3Transport)
+        monkeypatch.delenv("AWS_CA_BUNDLE")
+        monkeypatch.setitem(fsspec.config.conf, "s3", {"requester_pays": True})
+        assert isinstance(transport_for(Store(url), "auto", workers), S3Transport)
