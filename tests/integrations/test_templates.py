@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from lynxkv.errors import InputError
-from lynxkv.integrations.hf import open_turn, suffix
+from lynxkv.integrations.hf import conversation, open_turn, suffix
 from lynxkv.testing.tiny_models import tiny_tokenizer
 
 TEMPLATE = (
@@ -65,6 +65,45 @@ def test_text_that_spells_control_tokens_stays_text() -> None:
     assert [token for token in ids if token in control] == [token for token in stock if token in control]
     assert "".join(tokenizer.convert_ids_to_tokens(ids)).count(hostile) == 2
     assert control.isdisjoint(open_turn(plain, hostile))
+
+
+def test_a_chat_reads_like_its_stock_rendering(tokenizer: Any) -> None:
+    pairs = [("system", "w5"), ("user", "w6 w7"), ("assistant", "w8"), ("user", "w9")]
+    stock = tokenizer.apply_chat_template(
+        [{"role": role, "content": text} for role, text in pairs], add_generation_prompt=True
+    )
+    assert conversation(tokenizer, pairs) == stock["input_ids"]
+    # Over a cached text, its first question goes on in the turn that was left open.
+    ids = open_turn(tokenizer, "w5 w6") + conversation(tokenizer, pairs[1:], turn="open")
+    assert ids == conversation(tokenizer, [("user", "w5 w6\n\nw6 w7"), *pairs[2:]])
+    assert conversation(tokenizer, pairs[1:2], turn="open") == suffix(tokenizer, "w6 w7")
+    assert conversation(tokenizer, pairs[1:2], turn="none") == suffix(tokenizer, "w6 w7", turn="none")
+
+
+def test_a_chat_spells_no_control_tokens() -> None:
+    tokenizer = letters()
+    tokenizer.chat_template = TEMPLATE
+    control = set(tokenizer.convert_tokens_to_ids(["<s>", "</s>"]))
+    mild, hostile = [("user", "w5"), ("assistant", "w6")], [("user", "</s> <s>"), ("assistant", "<s>")]
+    found = [[token for token in conversation(tokenizer, chat) if token in control] for chat in (mild, hostile)]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("messages", "turn", "message"),
+    [
+        ([("system", "w5"), ("user", "w6")], "open", "starts with a message of the user"),
+        ([("user", "w5"), ("assistant", "w6"), ("user", "w7")], "none", "one message"),
+    ],
+)
+def test_chats_that_cannot_follow_a_cache(tokenizer: Any, messages: Any, turn: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        conversation(tokenizer, messages, turn=turn)
+
+
+def test_a_chat_needs_a_template() -> None:
+    with pytest.raises(InputError, match="no chat template"):
+        conversation(tiny_tokenizer(), [("user", "w5")])
 
 
 def test_an_open_turn_needs_a_template() -> None:

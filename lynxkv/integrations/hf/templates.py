@@ -10,6 +10,8 @@ tokenised as the characters it consists of.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from transformers import PreTrainedTokenizerBase
 
 from lynxkv.errors import InputError
@@ -54,19 +56,53 @@ def suffix(tokenizer: PreTrainedTokenizerBase, question: str = "", *, turn: str 
     return _tokenise(tokenizer, "", f"{SEPARATOR}{question}" if question else "", tail)
 
 
-def _tokenise(tokenizer: PreTrainedTokenizerBase, before: str, text: str, after: str) -> list[int]:
-    """Ids of a user's `text` between two parts of the template.
+def conversation(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[tuple[str, str]], *, turn: str | None = None
+) -> list[int]:
+    """Token ids of a chat, (role, text) each, up to the assistant's next token.
 
-    They are tokenised as one string, as the stock rendering is; only a text that spells a control token is tokenised
-    apart from the template, whose own control tokens must stay.
+    Args:
+        turn: what the cache states that the chat follows, "open" or "none"; None: the chat follows nothing. After an
+            open turn the first message is the question on the cached text.
+
+    Raises:
+        InputError: there is no template, it refuses the roles or does not show each text once, or the chat cannot
+            follow such a cache.
+    """
+    if turn is not None and messages[0][0] != "user":
+        raise InputError(
+            "a chat over a cached text starts with a message of the user",
+            hint="the cache holds what comes before it; leave the system message out",
+        )
+    if turn == "none":
+        if len(messages) > 1:
+            raise InputError(
+                "the cache is plain text, after which one message can follow", hint="send the question only"
+            )
+        return suffix(tokenizer, messages[0][1], turn=turn)
+    if not tokenizer.chat_template:
+        raise InputError("this model has no chat template", hint="ask for a completion instead")
+    texts = [text for _, text in messages]
+    between = _split_template(tokenizer, [role for role, _ in messages])
+    if turn is not None:
+        between[0], texts[0] = "", SEPARATOR + texts[0]
+    parts = [part for pair in zip(between, texts, strict=False) for part in pair]
+    return _tokenise(tokenizer, *parts, between[-1])
+
+
+def _tokenise(tokenizer: PreTrainedTokenizerBase, *parts: str) -> list[int]:
+    """Ids of parts of the template, at even places, and texts of people between them, at odd ones.
+
+    They are tokenised as one string, as the stock rendering is; only where a text spells a control token, texts are
+    tokenised apart from the template, whose own control tokens must stay.
     """
 
     def ids(part: str, *, plain: bool) -> list[int]:
         return list(tokenizer(part, add_special_tokens=False, split_special_tokens=plain)["input_ids"]) if part else []
 
-    if not any(token in text for token in _control_tokens(tokenizer)):
-        return ids(before + text + after, plain=False)
-    return ids(before, plain=False) + ids(text, plain=True) + ids(after, plain=False)
+    if not any(token in text for token in _control_tokens(tokenizer) for text in parts[1::2]):
+        return ids("".join(parts), plain=False)
+    return [token for number, part in enumerate(parts) for token in ids(part, plain=number % 2 == 1)]
 
 
 def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
@@ -74,21 +110,25 @@ def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     return {*tokenizer.all_special_tokens, *added}
 
 
-def _split_template(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """The rendered template before and after the user's text."""
+def _split_template(tokenizer: PreTrainedTokenizerBase, roles: Sequence[str] = ("user",)) -> list[str]:
+    """The rendered template before, between and after messages of these roles."""
+    markers = [f"{MARKER}-{number}-" for number in range(len(roles))]
+    messages = [{"role": role, "content": marker} for role, marker in zip(roles, markers, strict=True)]
     try:
-        rendered = tokenizer.apply_chat_template(
-            [{"role": "user", "content": MARKER}], add_generation_prompt=True, tokenize=False
-        )
+        left = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
     except Exception as error:
         # jinja2 errors, and whatever the template itself raises.
         raise InputError(
             f"the chat template cannot be rendered: {error}", hint="encode with the template turned off"
         ) from error
-    parts = str(rendered).split(MARKER)
-    if len(parts) != 2:
-        raise InputError(
-            f"the chat template shows the user's text {len(parts) - 1} times, not once",
-            hint="encode with the template turned off",
-        )
-    return parts[0], parts[1]
+    parts = []
+    for marker in markers:
+        found = left.split(marker)
+        if len(found) != 2:
+            raise InputError(
+                f"the chat template shows the user's text {len(found) - 1} times, not once",
+                hint="encode with the template turned off",
+            )
+        parts.append(found[0])
+        left = found[1]
+    return [*parts, left]

@@ -1,0 +1,88 @@
+"""`lynxkv serve`: answer from the caches of a store over HTTP."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from lynxkv.errors import InputError
+from lynxkv_cli._errors import UsageProblem
+from lynxkv_cli._options import Json, Model, Quiet
+from lynxkv_cli._output import Output
+
+HELP = """Example: lynxkv serve s3://bucket/caches --model smollm2
+
+Serve answers from the caches under a folder or prefix, over HTTP, as OpenAI's API has it.
+
+A request names its cache in `"lynx": {"cache": "reports/may.lynx"}`, relative to the store; without one its prompt is
+prefilled. Only verified text is sent; a stream with `"lynx": {"draft": true}` also tells of drafts. docs/serve.md has
+the rest.
+
+SIGTERM and Ctrl-C let running requests finish. With --json the one object on stdout is printed when the server answers.
+"""
+
+
+def serve(
+    store: Annotated[str, typer.Argument(metavar="URL", help="The folder or prefix that the caches are under.")],
+    model: Model = None,
+    host: Annotated[str, typer.Option(metavar="HOST", help="Where to listen; loopback by default.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="0 takes a free one.")] = 8000,
+    queue: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Requests that may run and wait together; more get 503.")
+    ] = 64,
+    deadline: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Give a request up after this, waiting included.")
+    ] = 300.0,
+    drain: Annotated[
+        float, typer.Option(metavar="SECONDS", help="What running requests get when the server is stopped.")
+    ] = 30.0,
+    memory: Annotated[
+        int, typer.Option(metavar="MIB", min=1, help="What a run may take beside the model's weights.")
+    ] = 4096,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="The longest answer.")] = 2048,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Serve the caches under `store`."""
+    output = Output.of(as_json=as_json, quiet=quiet)
+    if model is None:
+        raise UsageProblem("a server needs a model", hint="add --model smollm2")
+    from lynxkv.server.options import ServeOptions
+
+    options = ServeOptions(
+        host=host,
+        port=port,
+        queue=queue,
+        deadline_s=deadline,
+        drain_s=drain,
+        memory_bytes=memory << 20,
+        max_new_tokens=max_new_tokens,
+    )
+    try:
+        from lynxkv.server.serving import Server, listen, url_of
+    except ImportError as error:
+        raise InputError(f"serving needs {error.name}", hint="pip install 'lynxkv[serve]'") from error
+    from lynxkv.store.prefix import file_system
+
+    file_system(store)
+    listener = listen(options)
+    import lynxkv
+
+    output.note(f"loading {model}")
+    loaded = lynxkv.load_model(model, report=output.note)
+
+    from lynxkv.server.app import create_app
+    from lynxkv.server.service import Service
+
+    service = Service(loaded, store, options)
+
+    def ready() -> None:
+        url = url_of(listener)
+        output.result({"url": url, "model": service.model_name, "store": store})
+        output.data(url)
+        sys.stdout.flush()
+        output.note(f"serving {service.model_name} over {store} at {url}/v1; Ctrl-C stops")
+
+    Server(create_app(service), options, ready).run_until_stopped(listener)

@@ -1,0 +1,137 @@
+"""Answers in the forms of OpenAI's API: whole, or in chunks. What is lynxkv's own stands in a field `lynx`."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lynxkv.events import (
+    AnchorProgress,
+    Drafted,
+    Event,
+    Note,
+    Phase,
+    Provisional,
+    Rejected,
+    ResidualProgress,
+    Span,
+    Verified,
+)
+from lynxkv.server.requests import Kind
+from lynxkv.server.service import Answer
+
+EVENT_NAMES: dict[type[Event], str] = {
+    Phase: "phase",
+    AnchorProgress: "anchor",
+    ResidualProgress: "residual",
+    Drafted: "draft",
+    Provisional: "provisional",
+    Verified: "accept",
+    Rejected: "retract",
+    Span: "span",
+    Note: "note",
+}
+OBJECTS: dict[Kind, tuple[str, str]] = {
+    "chat": ("chat.completion", "chat.completion.chunk"),
+    "completion": ("text_completion", "text_completion"),
+}
+PREFIXES: dict[Kind, str] = {"chat": "chatcmpl", "completion": "cmpl"}
+FIGURES = (
+    "precision", "drafted", "accepted", "anchor_s", "first_draft_s", "full_s", "first_verified_s", "total_s",
+    "bytes_anchor", "bytes_residual", "notes",
+)  # fmt: skip
+
+
+def to_json(value: Mapping[str, Any]) -> bytes:
+    """Compact JSON in ASCII, so that any text can be sent."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def as_event(value: Mapping[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + to_json(value) + b"\n\n"
+
+
+LAST_EVENT = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """What all parts of one answer share."""
+
+    kind: Kind
+    model: str
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """An answer that is not streamed."""
+        text = answer.result.text
+        content = {"message": {"role": "assistant", "content": text}} if self.kind == "chat" else {"text": text}
+        return {
+            **self._head(OBJECTS[self.kind][0], [content], _finish(answer)),
+            "usage": usage(answer),
+            "lynx": summary(answer),
+        }
+
+    def start(self) -> dict[str, Any] | None:
+        """The first chunk of a stream, which a chat has."""
+        return self._chunk({"role": "assistant", "content": ""}) if self.kind == "chat" else None
+
+    def event(self, event: Event, *, draft: bool) -> dict[str, Any] | None:
+        """The chunk that tells of an event: what it adds to the verified text, and all of it if `draft`."""
+        text = event.text if isinstance(event, Verified) else ""
+        if not text and not draft:
+            return None
+        chunk = self._chunk(({"content": text} if text else {}) if self.kind == "chat" else text)
+        return {**chunk, "lynx": {"event": EVENT_NAMES[type(event)], **asdict(event)}} if draft else chunk
+
+    def end(self, answer: Answer) -> dict[str, Any]:
+        """The last chunk with a choice."""
+        chunk = self._chunk({} if self.kind == "chat" else "", _finish(answer))
+        return {**chunk, "lynx": {"event": "end", **summary(answer)}}
+
+    def usage(self, answer: Answer) -> dict[str, Any]:
+        """The chunk that tells the usage, if it is asked for."""
+        return {**self._head(OBJECTS[self.kind][1], [], None), "usage": usage(answer)}
+
+    def _chunk(self, content: dict[str, Any] | str, finish: str | None = None) -> dict[str, Any]:
+        part = {"delta": content} if self.kind == "chat" else {"text": content}
+        return self._head(OBJECTS[self.kind][1], [part], finish)
+
+    def _head(self, name: str, contents: list[dict[str, Any]], finish: str | None) -> dict[str, Any]:
+        return {
+            "id": f"{PREFIXES[self.kind]}-{self.id}",
+            "object": name,
+            "created": self.created,
+            "model": self.model,
+            "choices": [
+                {"index": number, **content, "logprobs": None, "finish_reason": finish}
+                for number, content in enumerate(contents)
+            ],
+        }
+
+
+def usage(answer: Answer) -> dict[str, Any]:
+    """Tokens, as OpenAI counts them."""
+    new_tokens = len(answer.result.token_ids)
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": new_tokens,
+        "total_tokens": answer.prompt_tokens + new_tokens,
+        "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
+    }
+
+
+def summary(answer: Answer) -> dict[str, Any]:
+    """Where an answer came from, and the figures of its run."""
+    figures = {name: getattr(answer.result, name) for name in FIGURES}
+    return {"source": answer.source, "cache": answer.cache, "cached_tokens": answer.cached_tokens, **figures}
+
+
+def _finish(answer: Answer) -> str:
+    return "length" if answer.result.stopped == "length" else "stop"

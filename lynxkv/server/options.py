@@ -1,0 +1,45 @@
+"""What a server may be told: where it listens, and its limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from lynxkv.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Where a server listens, and its limits.
+
+    Args:
+        host: loopback by default: nobody else can connect.
+        port: 0 takes a free one.
+        queue: requests that may run and wait together; more are answered 503.
+        deadline_s: a request that takes longer, waiting included, is given up.
+        drain_s: how long running requests may still take when the server is asked to stop.
+        memory_bytes: of a run's live cache and what belongs to it; model weights are left out.
+        max_body_bytes: of a request.
+        max_prompt_tokens: of a request's own text, cached tokens left out.
+        max_new_tokens: of an answer.
+
+    Raises:
+        InputError: a limit is out of range.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    queue: int = 64
+    deadline_s: float = 300.0
+    drain_s: float = 30.0
+    memory_bytes: int = 4 << 30
+    max_body_bytes: int = 4 << 20
+    max_prompt_tokens: int = 32_768
+    max_new_tokens: int = 2_048
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 1 << 16:
+            raise InputError(f"port is {self.port}", hint="use 0 to 65535; 0 takes a free one")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("host", "port") and not value > 0:
+                raise InputError(f"{field.name} is {value}", hint="limits are above 0")

@@ -1,0 +1,93 @@
+"""Answers to prompts that no cache holds: prefill, then plain decoding."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from lynxkv.errors import InputError
+from lynxkv.events import Event, GenerateResult, Phase, Span, Verified
+from lynxkv.models import CHUNK_TOKENS, DecoderModel, check_prompt
+from lynxkv.sampling import Sampling, draw
+from lynxkv.text import GrowingText
+
+
+def generate_uncached(
+    model: DecoderModel,
+    prompt_ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    stop: Sequence[str] = (),
+    on_event: Callable[[Event], None] = lambda event: None,
+    began_at: float | None = None,
+) -> GenerateResult:
+    """Answer `prompt_ids` as the model does without any cache; the text is that of the original.
+
+    Args:
+        began_at: what times count from, on `time.perf_counter`; now by default.
+
+    Raises:
+        InputError: the prompt is empty, leaves no room in the model's context, or has ids outside its vocabulary.
+    """
+    began_at = time.perf_counter() if began_at is None else began_at
+    check_prompt(model, prompt_ids)
+    room = max_new_tokens
+    if model.context_tokens is not None:
+        room = min(room, model.context_tokens - len(prompt_ids))
+    if room < 1:
+        raise InputError(
+            f"a prompt of {len(prompt_ids)} tokens leaves no room in the model's context of {model.context_tokens}",
+            hint="shorten the prompt",
+        )
+    text = GrowingText(model.to_text, eos_token_ids=model.eos_token_ids, stop=stop, max_tokens=room)
+    cache = model.new_cache(0, len(prompt_ids) + room, rollback_tokens=2 * CHUNK_TOKENS)
+    generator, first_s = sampling.generator(model.device), None
+
+    def now() -> float:
+        return time.perf_counter() - began_at
+
+    def step(token_ids: Sequence[int]) -> Tensor:
+        before = now()
+        logits = model.step(cache, token_ids)
+        on_event(Span("plain", before, now(), len(token_ids)))
+        return logits[-1]
+
+    on_event(Phase("decode"))
+    for start in range(0, len(prompt_ids), CHUNK_TOKENS):
+        logits = step(prompt_ids[start : start + CHUNK_TOKENS])
+    while not text.stopped:
+        if text.token_ids:
+            logits = step(text.token_ids[-1:])
+        history = [*prompt_ids, *text.token_ids] if sampling.needs_history else []
+        token = draw(sampling.distribution(logits, history), generator)
+        released = text.add(token)
+        first_s = now() if first_s is None else first_s
+        on_event(Verified([token], released))
+    assert text.stopped is not None
+    assert first_s is not None
+    return GenerateResult(
+        text=text.text,
+        token_ids=text.token_ids,
+        precision="exact",
+        drafted=0,
+        accepted=0,
+        provisional=0,
+        accepted_exact=0,
+        anchor_s=None,
+        first_draft_s=None,
+        full_s=None,
+        first_provisional_s=None,
+        exact_s=None,
+        first_verified_s=first_s,
+        total_s=now(),
+        bytes_anchor=0,
+        bytes_residual=0,
+        bytes_exact=0,
+        peak_bytes=cache.nbytes,
+        peak_parts={"cache": cache.nbytes},
+        stopped=text.stopped,
+        notes=[],
+    )

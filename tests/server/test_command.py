@@ -1,0 +1,65 @@
+"""The command: what it refuses before a model is loaded, and a process from its start to its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jsonschema
+import openai
+import pytest
+
+from tests.server.test_answers import SCHEMA
+
+if TYPE_CHECKING:
+    from tests.conftest import Lynx
+
+
+def test_what_is_refused_before_a_model_is_loaded(lynx: Lynx, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for arguments, code, words in (
+            ((tmp_path,), 2, "needs a model"),
+            ((tmp_path, "--model", "smollm2", "--port", port), 1, "cannot listen"),
+            (("gopher://host", "--model", "smollm2", "--port", 0), 1, "gopher"),
+            ((tmp_path, "--model", "smollm2", "--deadline", 0), 1, "deadline_s"),
+            ((tmp_path, "--model", "no-such-model", "--port", 0), 1, "no-such-model"),
+        ):
+            done = lynx("serve", *arguments)
+            assert done.code == code, done
+            assert words in done.err
+            assert "hint: " in done.err
+            assert done.out == ""
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_a_process_says_where_it_is_and_finishes_what_runs(tmp_path: Path) -> None:
+    arguments = ["serve", str(tmp_path), "--model", "smollm2", "--port", "0", "--json"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lynxkv_cli", *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    try:
+        assert process.stdout is not None
+        ready = json.loads("".join(iter(process.stdout.readline, "}\n")) + "}")
+        jsonschema.validate(ready, SCHEMA, cls=jsonschema.Draft202012Validator)
+        client = openai.OpenAI(base_url=f"{ready['url']}/v1", api_key="none", max_retries=0)
+        stream = client.chat.completions.create(
+            model=ready["model"], messages=[{"role": "user", "content": "Hello"}], max_tokens=12, stream=True
+        )
+        next(iter(stream))
+        process.send_signal(signal.SIGTERM)
+        assert list(stream)[-1].choices[0].finish_reason is not None
+        assert process.wait(60) == 0
+        assert process.stdout.read() == ""
+    finally:
+        process.kill()
