@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from lynxkv.bench.codec import CodecBench
 from lynxkv.bench.report import cells_of, front, rows
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def write_plots(bench: CodecBench, folder: Path) -> list[Path]:
-    """Write rate against fidelity, accepted lengths and errors by layer for each length; returns the files.
+    """Write rate against fidelity, accepted lengths, proposed against accepted of the first codec, and errors by layer
+    for each length; returns the files.
 
     Raises:
         InputError: matplotlib is not installed.
@@ -31,13 +33,14 @@ def write_plots(bench: CodecBench, folder: Path) -> list[Path]:
         for name, draw, size in (
             ("rate-fidelity", _rate_fidelity, (10.0, 5.0)),
             ("accepted", _accepted, (10.0, 5.0)),
+            ("proposed", _proposed, (7.0, 6.0)),
             ("layers", _layers, (10.0, 1.5 + 0.35 * len(bench.codecs))),
         ):
             # Figures of their own, without pyplot: no global state, no display.
             figure = Figure(figsize=size, layout="constrained")
             axes: Axes = figure.subplots()
             draw(axes, bench, tokens)
-            axes.set_title(f"{bench.model}, {tokens} tokens, {len(bench.plan.documents)} documents")
+            figure.suptitle(f"{bench.model}, {tokens} tokens, {len(bench.plan.documents)} documents")
             written.append(folder / f"{name}-{tokens}.png")
             figure.savefig(written[-1], dpi=120)
     return written
@@ -80,6 +83,32 @@ def _accepted(axes: Axes, bench: CodecBench, tokens: int) -> None:
     axes.set_ylim(0, 1.02)
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1.0))
     axes.grid(alpha=0.3)
+
+
+def _proposed(axes: Axes, bench: CodecBench, tokens: int) -> None:
+    """Share of prompts by tokens proposed on the first codec's anchor and tokens accepted of them, as a heat map."""
+    lengths = [length for cell in cells_of(bench, bench.codecs[0], tokens) for length in cell.anchor.accepted]
+    image: Any = axes.imshow(
+        proposed_accepted(lengths, bench.plan.draft_tokens), origin="lower", cmap="magma", vmin=0, vmax=1
+    )
+    axes.set_title(bench.codecs[0])
+    axes.set_xlabel("tokens accepted")
+    axes.set_ylabel("tokens proposed")
+    figure = axes.get_figure()
+    assert figure is not None
+    figure.colorbar(image, ax=axes, label="share of prompts")
+
+
+def proposed_accepted(lengths: Sequence[int], draft_tokens: int) -> npt.NDArray[np.float64]:
+    """Row k, column j: the share of prompts of which j tokens would be accepted if k were proposed, [n + 1, n + 1].
+
+    A shorter draft is the start of a longer one, so `lengths`, accepted of `draft_tokens` each, tell it for all k.
+    """
+    out = np.zeros((draft_tokens + 1, draft_tokens + 1))
+    for proposed in range(draft_tokens + 1):
+        counts = np.bincount(np.minimum(lengths, proposed), minlength=draft_tokens + 1)
+        out[proposed] = counts / len(lengths)
+    return out
 
 
 def _layers(axes: Axes, bench: CodecBench, tokens: int) -> None:

@@ -25,8 +25,17 @@ def bench() -> CodecBench:
 def test_plots_are_written(bench: CodecBench, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     written = plots.write_plots(bench, tmp_path / "new" / "plots")
-    assert [path.name for path in written] == ["rate-fidelity-60.png", "accepted-60.png", "layers-60.png"]
+    names = ("rate-fidelity", "accepted", "proposed", "layers")
+    assert [path.name for path in written] == [f"{name}-60.png" for name in names]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+
+
+def test_accepted_of_every_number_proposed() -> None:
+    shares = plots.proposed_accepted([0, 2, 4, 4], 4)
+    assert shares.sum(1).tolist() == [1.0] * 5
+    assert shares[0].tolist() == [1.0, 0, 0, 0, 0]
+    assert shares[3].tolist() == [0.25, 0, 0.25, 0.5, 0]
+    assert shares[4].tolist() == [0.25, 0, 0.25, 0, 0.5]
 
 
 def test_plots_without_matplotlib(bench: CodecBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
