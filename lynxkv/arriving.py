@@ -48,7 +48,9 @@ class ArrivingCache:
         self._reader, self._swap, self._on_written, self._on_event = reader, swap, on_written, on_event
         self._hold = hold
         self._aim: Precision = aim if reader.header.residual is not None else "anchor"
-        self._decoder = CacheDecoder(reader.header, cache, skip_anchor=straight and self._aim != "anchor")
+        self._decoder = CacheDecoder(
+            reader.header, cache, skip_anchor=straight and self._aim != "anchor", refines=self._aim != "anchor"
+        )
         self._missing = _missing(reader)
         self._started_at = time.perf_counter()
         self._anchor: SegmentStream | None = None

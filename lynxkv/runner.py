@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Literal, Self
@@ -26,7 +27,7 @@ from lynxkv.arriving import ArrivingCache
 from lynxkv.choices import Verify
 from lynxkv.decoder import check_exact_destination, check_precision
 from lynxkv.draft import SUFFIX_CHUNK_TOKENS, Draft, propose
-from lynxkv.errors import InputError
+from lynxkv.errors import CacheNotFoundError, FetchError, InputError
 from lynxkv.events import (
     Drafted,
     Event,
@@ -88,28 +89,42 @@ def generate(
         IdentityError: the cache belongs to another model.
         InputError: an option is out of range, the context is too short, hidden token ids would be needed, or cache or
             model do not hold exact values to verify against.
-        FetchError, FormatError: the cache cannot be fetched or is damaged; no text is returned.
+        FetchError, FormatError: the cache cannot be fetched or is damaged; no text is returned. If the reader's
+            options allow for a missing Residual, the text is decoded on the Anchor alone and marked so.
     """
     if verify not in STAGES:
         raise InputError(f"verify is {verify!r}", hint=f"use one of {', '.join(STAGES)}")
     with _Run(
         reader, model, suffix_ids, max_new_tokens, sampling or Sampling(), speculate, verify, stop, pace, on_event
     ) as run:
-        run.take_first_from_logits()
-        if not run.text.stopped:
-            for precision in run.draft_stages:
-                if run.arriving.complete(precision):
-                    continue
-                run.draft_while_refining(precision)
-                if precision != run.target and not run.arriving.complete(run.target):
-                    run.verify_provisionally(precision)
-            run.verify_draft()
-            run.decode_on()
-        return run.result()
+        try:
+            return run.finish()
+        except (CacheNotFoundError, FetchError):
+            if reader.residual_problem is None or reader.options.if_residual_unavailable == "error":
+                raise
+            if run.text.token_ids:  # the original's first token, from its logits
+                raise
+            run.drop_draft()
+    # What has been refined by now would make the cache a mixture.
+    note = f"the Residual is not to be had, so the text is that of the Anchor alone: {reader.residual_problem}"
+    on_event(Note(note))
+    alone = generate(
+        reader,
+        model,
+        suffix_ids,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        speculate=speculate,
+        verify="none",
+        stop=stop,
+        pace=pace,
+        on_event=on_event,
+    )
+    return replace(alone, notes=[note, *alone.notes])
 
 
 class _Run:
-    """The state of one run. `generate` calls the methods in order."""
+    """The state of one run; `finish` calls the methods in order."""
 
     def __init__(
         self,
@@ -184,6 +199,20 @@ class _Run:
         self.first_provisional_s: float | None = None
         self.first_verified_s: float | None = None
 
+    def finish(self) -> GenerateResult:
+        """The run, top to bottom."""
+        self.take_first_from_logits()
+        if not self.text.stopped:
+            for precision in self.draft_stages:
+                if self.arriving.complete(precision):
+                    continue
+                self.draft_while_refining(precision)
+                if precision != self.target and not self.arriving.complete(self.target):
+                    self.verify_provisionally(precision)
+            self.verify_draft()
+            self.decode_on()
+        return self.result()
+
     def take_first_from_logits(self) -> None:
         """The original's next token, if the prompt ends with the cache: no KV is needed to tell it."""
         if not self.given_tokens:
@@ -226,6 +255,11 @@ class _Run:
             self.on_event(Drafted(token, self.draft_text[-1]))
         if self.auto and len(self.draft.token_ids) == before:
             self._note(f"no draft: the {precision} cache is there before a draft would pay")
+
+    def drop_draft(self) -> None:
+        """Take back what has been proposed: nothing will verify it."""
+        if self.draft.token_ids:
+            self.on_event(Rejected(list(self.draft.token_ids), "".join(self.draft_text)))
 
     def verify_provisionally(self, precision: Precision) -> None:
         """What passes this precision, correction included, becomes the draft that the target verifies.

@@ -15,19 +15,20 @@ import torch
 from lynxkv import runner
 from lynxkv.codecs.uniform import Uniform
 from lynxkv.encoder import encode
-from lynxkv.errors import FetchError, IdentityError, InputError
+from lynxkv.errors import CacheNotFoundError, FetchError, IdentityError, InputError
 from lynxkv.events import (
     AnchorProgress,
     Drafted,
     Event,
     GenerateResult,
+    Note,
     Phase,
     Rejected,
     ResidualProgress,
     Span,
     Verified,
 )
-from lynxkv.fetch import SegmentStream, open_cache
+from lynxkv.fetch import FetchOptions, SegmentStream, open_cache
 from lynxkv.integrations.hf import LynxCache, Model
 from lynxkv.models import prefill
 from lynxkv.pace import Pace
@@ -188,6 +189,25 @@ def test_a_step_runs_on_the_first_layers_while_the_others_arrive(
         got = generate(reader, llama, [5, 6], max_new_tokens=4, on_event=count, **options)
     assert want in (got.token_ids, None)
     assert (decoded_before_steps[0] < decoded_before_steps[-1]) is early
+
+
+def test_a_missing_residual_leaves_the_anchors_text_only_where_that_is_allowed(llama: Model, url: str) -> None:
+    make_cache(llama, url)
+    with open_cache(url) as reader:
+        want = generate(reader, llama, [5], max_new_tokens=NEW_TOKENS, verify="none").token_ids
+    next(Path(url).glob("residual-*")).unlink()
+    with open_cache(url) as reader, pytest.raises(CacheNotFoundError):
+        generate(reader, llama, [5], max_new_tokens=NEW_TOKENS)
+    events: list[Event] = []
+    options = FetchOptions(if_residual_unavailable="anchor-only")
+    with open_cache(url, options=options) as reader:
+        got = generate(reader, llama, [5], max_new_tokens=NEW_TOKENS, speculate=4, on_event=events.append)
+    assert (got.token_ids, got.precision, got.bytes_residual) == (want, "anchor", 0)
+    assert got.notes[0].startswith("the Residual is not to be had, so the text is that of the Anchor alone: ")
+    told = Counter(type(event) for event in events)
+    assert told[Note] == 1
+    drafted = [event.token_id for event in events if isinstance(event, Drafted)]
+    assert [token for event in events if isinstance(event, Rejected) for token in event.token_ids] == drafted
 
 
 def test_memory_bounds_a_draft_whatever_is_asked_for(llama: Model, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -303,3 +303,27 @@ def test_a_link_is_shared_by_all_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_residuals_elsewhere_do_not_go_where_a_cache_could_be(tmp_path: Path) -> None:
     with pytest.raises(lynxkv.InputError, match="names a cache"):
         Store.of_residuals(tmp_path / "cold.lynx")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes here")
+def test_a_pipe_in_the_place_of_a_shard_is_refused_at_once(tmp_path: Path) -> None:
+    url = tmp_path / "cache.lynx"
+    lynxkv.encode(random_kv(), url)
+    anchor, residual = url / "anchor.safetensors", next(url.glob("residual-*"))
+    for shard in (residual, anchor):
+        shard.unlink()
+        os.mkfifo(shard)
+        with pytest.raises(lynxkv.FetchError, match="not a plain file"):
+            lynxkv.check(url)
+
+
+def test_names_and_links_that_cannot_be_are_errors_of_ours(tmp_path: Path) -> None:
+    long = tmp_path / f"{'a' * 300}.lynx"
+    with pytest.raises(lynxkv.StoreError, match="too long") as caught:
+        lynxkv.encode(random_kv(), long)
+    assert caught.value.hint == "check the path and what is there"
+    with pytest.raises(lynxkv.CacheNotFoundError):
+        lynxkv.load("memory://missing.lynx")
+    for settings in ({"bit_per_s": 0}, {"bit_per_s": float("nan")}, {"bit_per_s": 1e6, "rtt_s": -1}):
+        with pytest.raises(lynxkv.InputError, match="cannot be simulated"):
+            Link(**settings)

@@ -95,6 +95,8 @@ def encode(
         raise UsageProblem("give a prompt or --from, one of the two", hint=hint)
 
     choice = parse_codec(codec)
+    if out.startswith("memory:"):
+        raise UsageProblem("memory:// ends with this command", hint="give a folder or a URL that lasts")
     import lynxkv
     from lynxkv.codecs import get_codec
     from lynxkv.encoder import check_options

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lynxkv.choices import Verify
+from lynxkv.choices import ResidualPolicy, TransportName, Verify
 from lynxkv.plotting import check_plot, check_writable
 from lynxkv_cli._errors import FAILED, UsageProblem
-from lynxkv_cli._options import Json, Model, Quiet, Url, parse_link, parse_speculate, read_text
+from lynxkv_cli._options import Json, Model, Quiet, ResidualUrl, Url, parse_link, parse_speculate, read_text
 from lynxkv_cli._output import Output, can_style, seconds, size
 
 if TYPE_CHECKING:
     from lynxkv.events import Event, GenerateResult
+    from lynxkv.fetch import FetchOptions
     from lynxkv.integrations import hf
     from lynxkv.layout import Identity
     from lynxkv.proof import Proof
@@ -73,6 +74,11 @@ def generate(
         str | None,
         typer.Option(metavar="RATE[/RTT]", help="Read over a simulated link, such as 200mbit/20ms."),
     ] = None,
+    transport: Annotated[TransportName, typer.Option(help="What makes the requests.")] = "auto",
+    residual_url: ResidualUrl = None,
+    if_residual_unavailable: Annotated[
+        ResidualPolicy, typer.Option(help="anchor-only decodes on the Anchor alone then, and says so.")
+    ] = "error",
     prove: Annotated[
         bool, typer.Option("--prove", help="Decode again without speculation, and compare; for greedy texts.")
     ] = False,
@@ -99,8 +105,12 @@ def generate(
         check_plot(plot)
     question = None if prompt is None else read_text(prompt, name="question", note=output.note)
     import lynxkv
+    from lynxkv.fetch import CacheReader
 
-    with lynxkv.open(url) as reader:
+    options = lynxkv.FetchOptions(
+        transport=transport, residual_url=residual_url, if_residual_unavailable=if_residual_unavailable
+    )
+    with CacheReader(url, options=options, header_only=True) as reader:
         identity = reader.header.identity
         if verify == "exact":
             from lynxkv.decoder import check_precision
@@ -128,7 +138,7 @@ def generate(
         timeline.on_event(event)
 
     # The clock of the result starts here: with the model in memory, before the first byte of the cache.
-    with lynxkv.open(url, link=simulated) as reader:
+    with lynxkv.open(url, link=simulated, options=options) as reader:
         try:
             result = lynxkv.generate(
                 reader,
@@ -147,7 +157,7 @@ def generate(
         timeline.write(trace, result)
     if plot is not None:
         timeline.plot(plot, result)
-    proof = _prove(url, loaded, suffix_ids, result, output) if prove else None
+    proof = _prove(url, options, loaded, suffix_ids, result, output) if prove else None
     output.result(
         {
             "url": url,
@@ -165,11 +175,13 @@ def generate(
             raise typer.Exit(FAILED)
 
 
-def _prove(url: str, model: hf.Model, suffix_ids: list[int], result: GenerateResult, output: Output) -> Proof:
+def _prove(
+    url: str, options: FetchOptions, model: hf.Model, suffix_ids: list[int], result: GenerateResult, output: Output
+) -> Proof:
     import lynxkv
     from lynxkv.proof import prove
 
-    with lynxkv.open(url) as reader, output.progress() as progress:
+    with lynxkv.open(url, options=options) as reader, output.progress() as progress:
         return prove(reader, model, suffix_ids, result, progress=partial(progress, "prove"))
 
 

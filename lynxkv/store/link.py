@@ -19,6 +19,11 @@ class Link:
     """
 
     def __init__(self, *, bit_per_s: float, rtt_s: float = 0.0) -> None:
+        if not (1 <= bit_per_s <= 1e15 and 0 <= rtt_s <= 3600):
+            raise InputError(
+                f"a link of {bit_per_s:g} bit/s and {rtt_s:g} s cannot be simulated",
+                hint="use 1 to 1e15 bit/s and a round trip of at most an hour",
+            )
         self.bit_per_s = bit_per_s
         self.rtt_s = rtt_s
         self._free_at = 0.0
@@ -34,7 +39,7 @@ class Link:
         match = _LINK.fullmatch(text.strip())
         bit_per_s = float(match[1]) * _UNITS[match[2].lower()] if match else 0.0
         rtt_s = float(match[3] or 0) / 1e3 if match else 0.0
-        if not 1 <= bit_per_s <= 1e15 or rtt_s > 3600:
+        if match is None or not 1 <= bit_per_s <= 1e15 or rtt_s > 3600:
             raise InputError(f"cannot read the link {text!r}", hint="write it like 200mbit or 1gbit/20ms")
         return cls(bit_per_s=bit_per_s, rtt_s=rtt_s)
 

@@ -15,7 +15,7 @@ from lynxkv.errors import CacheNotFoundError, FetchError, InputError, StoreError
 from lynxkv.format.document import ANCHOR_NAME
 from lynxkv.format.read import read_anchor_head
 from lynxkv.format.write import Shard
-from lynxkv.store.problems import exists_already, in_the_way, reading, unknown_scheme, writing
+from lynxkv.store.problems import exists_already, hint_of, in_the_way, reading, unknown_scheme, words_of, writing
 from lynxkv.store.writers import writer_for
 
 SUFFIX = ".lynx"
@@ -139,8 +139,8 @@ class Store:
 
     def check_writable(self) -> None:
         """Raise a StoreError if objects cannot be written here, as far as that shows beforehand."""
-        self._check_path()
         with writing(self.url):
+            self._check_path()
             self._writer.probe()
 
     def publish(
@@ -226,6 +226,8 @@ def file_system(url: Url) -> tuple[Any, str, str]:
         fs, path = fsspec.core.url_to_fs(text, **_settings(text))
     except (ValueError, ImportError) as error:
         raise unknown_scheme(text, error) from error
+    except OSError as error:  # of file systems inside files
+        raise StoreError(f"cannot open {text}: {words_of(error)}", hint=hint_of(error)) from error
     return fs, path, text
 
 

@@ -24,6 +24,7 @@ LASTING = (
     FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError,
     ValueError, TypeError, AttributeError, ImportError, NotImplementedError,
 )  # fmt: skip
+OF_PATHS = (errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.EINVAL, errno.ENODEV)
 # What obstore's errors go on with is for its authors.
 QUOTED_FROM = "Debug source:"
 _XML = re.compile(r"<(Code|Message)>([^<]*)</")
@@ -98,6 +99,8 @@ def hint_of(error: BaseException) -> str:
         return "this kind of store can only be read; write elsewhere and copy the files there"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "the disk is full; free space or write elsewhere"
+    if isinstance(error, OSError) and error.errno in OF_PATHS:
+        return "check the path and what is there"
     text = f"{type(error).__name__} {str(error).partition(QUOTED_FROM)[0]} {error.__cause__} {s3_code(error)}".lower()
     if isinstance(error, PermissionError):
         text += " permission"
@@ -172,7 +175,7 @@ def _is_absent(error: BaseException) -> bool:
         return code in ("404", "NoSuchKey", "NotFound")
     # fsspec's HTTP says "not found" of servers it cannot reach, too.
     return isinstance(error, FileNotFoundError) and (
-        error.__cause__ is None or isinstance(error.__cause__, FileNotFoundError)
+        error.__cause__ is None or isinstance(error.__cause__, (FileNotFoundError, KeyError))
     )
 
 

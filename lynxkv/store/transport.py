@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import os
 import re
+import stat
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Executor
@@ -180,6 +181,25 @@ class S3Transport(AsyncTransport):
             yield Answer(chunks=chunks, size=response["ContentLength"] if size is None else size)
 
 
+def open_plain(path: Path) -> BinaryIO:
+    """Open a file to be read; nothing that would block, or has no end, passes for one.
+
+    Raises:
+        FetchError: it is a pipe, a socket or a device.
+        OSError: it cannot be opened.
+    """
+    file: BinaryIO = open(path, "rb", buffering=0, opener=_open_at_once)  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise FetchError(f"{path} is not a plain file", hint="a cache is a folder of two plain files")
+    return file
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Without waiting for somebody to write into a pipe."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
 class LocalTransport:
     """Files of this machine, each opened once: whoever replaces or removes a cache, its readers keep what they have."""
 
@@ -229,7 +249,7 @@ class LocalTransport:
     def _opened(self, name: str) -> Iterator[BinaryIO]:
         with self._lock:
             if name not in self._files:
-                self._files[name] = (self.folder / name).open("rb", buffering=0)
+                self._files[name] = open_plain(self.folder / name)
             self._reading += 1
         try:
             yield self._files[name]
