@@ -79,7 +79,7 @@ def list_caches(url: Url) -> list[CacheEntry]:
         StoreError: it cannot be listed, as plain HTTP often cannot.
         InputError: no file system takes the URL.
     """
-    found = _find(url)
+    found = find_objects(url)
     with ThreadPoolExecutor(READERS) as pool:
         return list(pool.map(_entry, found.items()))
 
@@ -92,7 +92,7 @@ def remove(url: Url) -> Removed:
         StoreError: it cannot be removed.
     """
     store = Store(url)
-    objects = _find(store.url).get(store.url, [])
+    objects = find_objects(store.url).get(store.url, [])
     if not objects:
         raise CacheNotFoundError(f"{store.url}: there is no cache", hint="`lynxkv ls` shows what there is")
     return _remove(store.url, objects, "asked for", dry_run=False)
@@ -124,7 +124,7 @@ def prune(
         raise InputError("a limit is negative", hint="give bytes and seconds of at least 0")
     now, removed = now_s(), []
     caches: list[tuple[float | None, str, list[StoredObject]]] = []
-    for cache, objects in _find(url).items():
+    for cache, objects in find_objects(url).items():
         anchor = next((item for item in objects if item.name == ANCHOR_NAME), None)
         loose = _unneeded(cache, objects, anchor)
         # A Residual that is superseded became so when the Anchor was replaced.
@@ -160,8 +160,13 @@ def prune(
     )
 
 
-def _find(url: Url) -> dict[str, list[StoredObject]]:
-    """The objects of all caches at or under `url`, by the cache's URL."""
+def find_objects(url: Url) -> dict[str, list[StoredObject]]:
+    """The objects of all caches at or under `url`, by the cache's URL.
+
+    Raises:
+        StoreError: it cannot be listed.
+        InputError: no file system takes the URL.
+    """
     fs, base, url = file_system(url)
     fs.invalidate_cache(base)
     with reading(url, ""):

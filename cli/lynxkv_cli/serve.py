@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from lynxkv.choices import OnFailure
 from lynxkv.errors import InputError
 from lynxkv_cli._errors import UsageProblem
 from lynxkv_cli._options import Json, Model, Quiet
@@ -16,11 +18,12 @@ HELP = """Example: lynxkv serve s3://bucket/caches --model smollm2
 
 Serve answers from the caches under a folder or prefix, over HTTP, as OpenAI's API has it.
 
-A request names its cache in `"lynx": {"cache": "reports/may.lynx"}`, relative to the store; without one its prompt is
-prefilled. Only verified text is sent; a stream with `"lynx": {"draft": true}` also tells of drafts. docs/serve.md has
-the rest.
+A request names its cache in `"lynx": {"cache": "reports/may.lynx"}`, relative to the store; without one the
+longest stored prefix of its prompt is used, or the prompt is prefilled. Only verified text is sent; a stream
+with `"lynx": {"draft": true}` also tells of drafts. docs/serve.md has the rest.
 
-SIGTERM and Ctrl-C let running requests finish. With --json the one object on stdout is printed when the server answers.
+SIGTERM and Ctrl-C let running requests finish. With --json the one object on stdout is printed when the
+server answers; its log goes to stderr.
 """
 
 
@@ -41,6 +44,20 @@ def serve(
     memory: Annotated[
         int, typer.Option(metavar="MIB", min=1, help="What a run may take beside the model's weights.")
     ] = 4096,
+    hot: Annotated[
+        int, typer.Option(metavar="MIB", min=0, help="Memory for caches that were used lately, of remote stores.")
+    ] = 1024,
+    refresh: Annotated[float, typer.Option(metavar="SECONDS", help="How often the store is listed.")] = 30.0,
+    publish: Annotated[
+        bool, typer.Option("--publish", help="Encode and publish prompts that no cache held, in the background.")
+    ] = False,
+    on_failure: Annotated[
+        OnFailure, typer.Option(help="What to do when the cache that a request names cannot be loaded.")
+    ] = "error",
+    api_keys: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Take only requests with one of these keys; docs/serve.md has the form."),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="The longest answer.")] = 2048,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -49,6 +66,7 @@ def serve(
     output = Output.of(as_json=as_json, quiet=quiet)
     if model is None:
         raise UsageProblem("a server needs a model", hint="add --model smollm2")
+    from lynxkv.server.keys import Keys
     from lynxkv.server.options import ServeOptions
 
     options = ServeOptions(
@@ -58,9 +76,16 @@ def serve(
         deadline_s=deadline,
         drain_s=drain,
         memory_bytes=memory << 20,
+        hot_bytes=hot << 20,
+        refresh_s=refresh,
+        publish=publish,
+        on_failure=on_failure,
         max_new_tokens=max_new_tokens,
     )
+    keys = Keys() if api_keys is None else Keys.read(api_keys)
     try:
+        import prometheus_client  # noqa: F401
+
         from lynxkv.server.serving import Server, listen, url_of
     except ImportError as error:
         raise InputError(f"serving needs {error.name}", hint="pip install 'lynxkv[serve]'") from error
@@ -74,9 +99,10 @@ def serve(
     loaded = lynxkv.load_model(model, report=output.note)
 
     from lynxkv.server.app import create_app
+    from lynxkv.server.observing import log_to_stderr
     from lynxkv.server.service import Service
 
-    service = Service(loaded, store, options)
+    service = Service(loaded, store, options, keys)
 
     def ready() -> None:
         url = url_of(listener)
@@ -85,4 +111,5 @@ def serve(
         sys.stdout.flush()
         output.note(f"serving {service.model_name} over {store} at {url}/v1; Ctrl-C stops")
 
+    log_to_stderr(quiet=quiet)
     Server(create_app(service), options, ready).run_until_stopped(listener)

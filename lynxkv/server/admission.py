@@ -62,14 +62,16 @@ def run_bytes(model: DecoderModel, tokens: int, new_tokens: int) -> int:
     return 2 * token_bytes * tokens + WINDOW_BYTES + logits
 
 
-def check_memory(needed: int, limit: int) -> None:
-    """Refuse a run that would not fit, however long it waited."""
+def check_memory(needed: int, held: int, limit: int) -> None:
+    """Refuse a run that does not fit beside the bytes that are `held`, or would not fit at any time."""
     if needed > limit:
         raise Refusal(
             f"prompt and answer would take {needed >> 20} MiB of the {limit >> 20} MiB that a run may use",
             code="context_length_exceeded",
             hint="use a shorter prompt, or ask for fewer tokens",
         )
+    if needed + held > limit:
+        raise _busy("too little memory is free")
 
 
 def _busy(message: str) -> Refusal:

@@ -21,8 +21,8 @@ from lynxkv.events import (
     Span,
     Verified,
 )
+from lynxkv.server.outcome import Answer
 from lynxkv.server.requests import Kind
-from lynxkv.server.service import Answer
 
 EVENT_NAMES: dict[type[Event], str] = {
     Phase: "phase",
@@ -130,7 +130,8 @@ def usage(answer: Answer) -> dict[str, Any]:
 def summary(answer: Answer) -> dict[str, Any]:
     """Where an answer came from, and the figures of its run."""
     figures = {name: getattr(answer.result, name) for name in FIGURES}
-    return {"source": answer.source, "cache": answer.cache, "cached_tokens": answer.cached_tokens, **figures}
+    names = ("source", "cache", "cached_tokens", "load_failure")
+    return {**{name: getattr(answer, name) for name in names}, **figures}
 
 
 def _finish(answer: Answer) -> str:

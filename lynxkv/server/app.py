@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
-from lynxkv.server.answers import Form, to_json
+from lynxkv.server.answers import Form
 from lynxkv.server.fields import parse
+from lynxkv.server.hosts import OwnHosts, is_loopback
+from lynxkv.server.keys import Caller
+from lynxkv.server.observing import NOTES, Observed
+from lynxkv.server.outcome import Answer
 from lynxkv.server.problems import Refusal, refusal_of
 from lynxkv.server.requests import Kind, read_request
+from lynxkv.server.responses import json_response, refused
 from lynxkv.server.service import Service
 from lynxkv.server.streams import ClientGoneError, EventStream, Running, until_gone
 
@@ -25,27 +33,37 @@ LOG = logging.getLogger("lynxkv.server")
 BODY_S = 30.0
 # What nginx logs for a client that left; nobody gets to see it.
 CLIENT_GONE = 499
+# The name of the key that may read the metrics.
+METRICS_KEY = "metrics"
 
 
-def create_app(service: Service) -> Starlette:
-    """The application that answers with `service`, and closes it when it is shut down."""
+def create_app(service: Service) -> ASGIApp:
+    """The application that answers with `service`, and starts and closes it."""
     api = Api(service)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        await service.start()
         yield
         await service.close()
 
-    return Starlette(
-        routes=[
-            Route("/v1/models", api.models),
-            Route("/v1/models/{name:path}", api.model),
-            Route("/v1/completions", api.completions, methods=["POST"]),
-            Route("/v1/chat/completions", api.chat, methods=["POST"]),
-        ],
+    routes = [
+        Route("/health", api.health),
+        Route("/ready", api.ready),
+        Route("/metrics", api.metrics),
+        Route("/v1/models", api.models),
+        Route("/v1/models/{name:path}", api.model),
+        Route("/v1/completions", api.completions, methods=["POST"]),
+        Route("/v1/chat/completions", api.chat, methods=["POST"]),
+        Route("/v1/lynx/caches", api.caches),
+    ]
+    app = Starlette(
+        routes=routes,
+        middleware=[Middleware(OwnHosts, loopback=is_loopback(service.options.host))],
         exception_handlers={Exception: _failed, HTTPException: _no_route},
         lifespan=lifespan,
     )
+    return Observed(app, service.metrics, frozenset(route.path for route in routes))
 
 
 class Api:
@@ -54,17 +72,47 @@ class Api:
     def __init__(self, service: Service) -> None:
         self.service = service
 
+    async def health(self, request: Request) -> Response:
+        """`GET /health`: the process is there."""
+        return json_response({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """`GET /ready`: requests will be taken."""
+        service = self.service
+        body = {"ready": service.ready, "caches": len(service.catalog.entries), "catalog_age_s": service.catalog.age_s}
+        return json_response(body, 200 if service.ready else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """`GET /metrics`, for the key of that name where there are keys: totals tell what other keys do."""
+        try:
+            caller = self._caller(request)
+            if self.service.keys.wanted and caller.name != METRICS_KEY:
+                raise Refusal(f"metrics are for the key {METRICS_KEY}", status=403, code="forbidden")
+        except Refusal as refusal:
+            return refused(refusal)
+        return Response(self.service.metrics.page(), media_type="text/plain; version=0.0.4")
+
     async def models(self, request: Request) -> Response:
         """`GET /v1/models`."""
-        return json_response({"object": "list", "data": [self._model()]})
+        return self._told(request, lambda caller: {"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
         """`GET /v1/models/NAME`."""
-        try:
+
+        def model(caller: Caller) -> dict[str, Any]:
             self.service.check_model(request.path_params["name"])
-        except Refusal as refusal:
-            return refused(refusal)
-        return json_response(self._model())
+            return self._model()
+
+        return self._told(request, model)
+
+    async def caches(self, request: Request) -> Response:
+        """`GET /v1/lynx/caches`: the caches that the caller may use, as they were when the store was last listed."""
+
+        def caches(caller: Caller) -> dict[str, Any]:
+            entries = self.service.caches(caller)
+            return {"object": "list", "data": [{"name": entry.name, "tokens": entry.tokens} for entry in entries]}
+
+        return self._told(request, caches)
 
     async def completions(self, request: Request) -> Response:
         """`POST /v1/completions`."""
@@ -75,16 +123,18 @@ class Api:
         return await self._answer("chat", request)
 
     async def _answer(self, kind: Kind, request: Request) -> Response:
-        options = self.service.options
+        service, options = self.service, self.service.options
+        settled, failed = partial(_note_answer, request), partial(self._failed, request)
         try:
+            caller = self._caller(request)
             body = await read_body(request, options.max_body_bytes)
             ask = read_request(kind, parse(body), max_new_tokens=options.max_new_tokens)
-            self.service.check_model(ask.model)
+            service.check_model(ask.model)
             if not ask.stream:
-                work = self.service.answer(ask, "anybody", lambda event: None)
-                answer = await until_gone(request.receive, work)
+                answer = await until_gone(request.receive, service.answer(ask, caller, lambda event: None))
+                settled(answer)
                 return json_response(Form(kind=kind, model=ask.model).whole(answer))
-            running = Running(self.service, ask, "anybody")
+            running = Running(service, ask, caller, settled=settled, refused=failed)
             try:
                 return EventStream(await until_gone(request.receive, running.first()), running)
             except BaseException:
@@ -93,14 +143,49 @@ class Api:
         except (ClientGoneError, ClientDisconnect):
             return Response(status_code=CLIENT_GONE)
         except Exception as error:
-            refusal = refusal_of(error)
-            if refusal.status == 500:
-                LOG.exception("a request failed")
+            return refused(failed(error))
+
+    def _told(self, request: Request, work: Callable[[Caller], dict[str, Any]]) -> Response:
+        """A response that takes no time to find."""
+        try:
+            return json_response(work(self._caller(request)))
+        except Refusal as refusal:
             return refused(refusal)
+
+    def _caller(self, request: Request) -> Caller:
+        caller = self.service.keys.caller(request.headers.get("authorization"))
+        request.scope[NOTES]["key"] = caller.name
+        return caller
+
+    def _failed(self, request: Request, error: Exception) -> Refusal:
+        """Why a request gets no answer; what nobody has foreseen is logged whole."""
+        refusal = refusal_of(error)
+        self.service.metrics.failure(refusal.code or "")
+        request.scope[NOTES]["code"] = refusal.code
+        if refusal.status == 500:
+            LOG.error("a request failed", exc_info=error)
+        return refusal
 
     def _model(self) -> dict[str, Any]:
         service = self.service
         return {"id": service.model_name, "object": "model", "created": service.started_s, "owned_by": "lynxkv"}
+
+
+def _note_answer(request: Request, answer: Answer) -> None:
+    """Keep for the log where an answer came from, and its figures."""
+    result = answer.result
+    request.scope[NOTES].update(
+        source=answer.source,
+        cache=answer.cache,
+        load_failure=answer.load_failure,
+        cached_tokens=answer.cached_tokens,
+        prompt_tokens=answer.prompt_tokens,
+        new_tokens=len(result.token_ids),
+        drafted=result.drafted,
+        accepted=result.accepted,
+        first_draft_s=result.first_draft_s,
+        first_verified_s=result.first_verified_s,
+    )
 
 
 async def read_body(request: Request, most: int) -> bytes:
@@ -122,16 +207,6 @@ async def read_body(request: Request, most: int) -> bytes:
     except TimeoutError as error:
         raise Refusal(f"the body did not come within {BODY_S:g} s", status=408, code="timeout") from error
     return bytes(body)
-
-
-def json_response(content: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A response in JSON."""
-    return Response(to_json(content), status_code=status, headers=headers, media_type="application/json")
-
-
-def refused(refusal: Refusal) -> Response:
-    """The response of a request that gets no answer."""
-    return json_response(refusal.body, refusal.status, refusal.headers)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

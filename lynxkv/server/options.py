@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import get_args
 
+from lynxkv.choices import OnFailure
 from lynxkv.errors import InputError
 
 
@@ -18,6 +20,10 @@ class ServeOptions:
         deadline_s: a request that takes longer, waiting included, is given up.
         drain_s: how long running requests may still take when the server is asked to stop.
         memory_bytes: of a run's live cache and what belongs to it; model weights are left out.
+        hot_bytes: of caches kept in memory as they are stored; those of local stores are the system's to keep.
+        refresh_s: how often the store is listed.
+        publish: encode and publish prompts that no cache held.
+        on_failure: when the cache that a request names cannot be loaded: "error", or "recompute" its prompt.
         max_body_bytes: of a request.
         max_prompt_tokens: of a request's own text, cached tokens left out.
         max_new_tokens: of an answer.
@@ -32,6 +38,10 @@ class ServeOptions:
     deadline_s: float = 300.0
     drain_s: float = 30.0
     memory_bytes: int = 4 << 30
+    hot_bytes: int = 1 << 30
+    refresh_s: float = 30.0
+    publish: bool = False
+    on_failure: OnFailure = "error"
     max_body_bytes: int = 4 << 20
     max_prompt_tokens: int = 32_768
     max_new_tokens: int = 2_048
@@ -39,7 +49,9 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
             raise InputError(f"port is {self.port}", hint="use 0 to 65535; 0 takes a free one")
+        if self.on_failure not in get_args(OnFailure):
+            raise InputError(f"on_failure is {self.on_failure!r}", hint="use error or recompute")
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name not in ("host", "port") and not value > 0:
+            if field.name not in ("host", "port", "hot_bytes", "publish", "on_failure") and not value > 0:
                 raise InputError(f"{field.name} is {value}", hint="limits are above 0")

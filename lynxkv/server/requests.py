@@ -6,6 +6,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lynxkv.choices import OnFailure
 from lynxkv.errors import InputError
 from lynxkv.sampling import Sampling
 from lynxkv.server.fields import Fields
@@ -60,6 +61,7 @@ class Ask:
         messages: of a chat; empty for a completion.
         prompt: of a completion, as text or as token ids.
         cache: the name of the cache that the prompt follows, if one is named.
+        on_failure: what to do when the cache cannot be loaded; None: what the server does.
         draft: the caller wants to be told of drafts, of what becomes of them, and of the run.
         max_new_tokens: None: as many as the server allows.
     """
@@ -69,6 +71,7 @@ class Ask:
     messages: tuple[Message, ...] = ()
     prompt: str | tuple[int, ...] = ""
     cache: str | None
+    on_failure: OnFailure | None
     draft: bool
     stream: bool
     include_usage: bool
@@ -106,6 +109,7 @@ def read_request(kind: Kind, content: dict[str, Any], *, max_new_tokens: int) ->
         messages=messages,
         prompt=prompt,
         cache=lynx.text("cache"),
+        on_failure=_on_failure(lynx),
         draft=lynx.flag("draft"),
         stream=fields.flag("stream"),
         include_usage=streaming.flag("include_usage"),
@@ -123,6 +127,13 @@ def read_request(kind: Kind, content: dict[str, Any], *, max_new_tokens: int) ->
     if ask.draft and not ask.stream:
         raise Refusal("lynx.draft is for streams", param="lynx.draft", hint="add stream: true", code="invalid_value")
     return ask
+
+
+def _on_failure(lynx: Fields) -> OnFailure | None:
+    value = lynx.text("on_failure")
+    if value == "error" or value == "recompute":
+        return "error" if value == "error" else "recompute"
+    return None if value is None else lynx.refuse("on_failure", "is not error or recompute")
 
 
 def _messages(fields: Fields) -> tuple[Message, ...]:

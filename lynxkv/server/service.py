@@ -3,67 +3,76 @@
 from __future__ import annotations
 
 import asyncio
-import copy
+import contextlib
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from typing import Literal
 
-from lynxkv.events import Event, GenerateResult
+from lynxkv.errors import FormatError, IdentityError, LynxError, StoreError
+from lynxkv.events import Drafted, Event, Note, Rejected, Verified
 from lynxkv.fetch import CacheReader, FetchOptions, open_cache_async
 from lynxkv.identity import check_identity
-from lynxkv.integrations.hf import Model, conversation
+from lynxkv.integrations.hf import Model
+from lynxkv.kv import KV
+from lynxkv.layout import Identity
 from lynxkv.pace import Pace
 from lynxkv.runner import generate
 from lynxkv.server.admission import Places, check_memory, run_bytes
+from lynxkv.server.catalog import Catalog, Entry
+from lynxkv.server.hot import HotCaches
+from lynxkv.server.keys import Caller, Keys
+from lynxkv.server.metrics import Metrics
 from lynxkv.server.names import cache_url
 from lynxkv.server.options import ServeOptions
-from lynxkv.server.problems import Refusal
+from lynxkv.server.outcome import Answer, Source
+from lynxkv.server.problems import Refusal, refusal_of
+from lynxkv.server.prompts import Prompts
+from lynxkv.server.publishing import Publisher, whole_blocks
 from lynxkv.server.requests import Ask
 from lynxkv.server.uncached import generate_uncached
 from lynxkv.server.worker import Cancellation, Worker
 
-Source = Literal["cache", "prefill"]
+LOG = logging.getLogger("lynxkv.server")
+READERS = 8
 Emit = Callable[[Event], None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """An answer, and where it came from.
+class Service:
+    """Answers requests with one model and the caches under `root`.
 
-    Attributes:
-        source: "cache", or "prefill" if no cache was used.
-        cache: the name of the cache.
+    Used on one event loop: `start` it there, `close` it in the end.
     """
 
-    result: GenerateResult
-    source: Source
-    cache: str | None
-    cached_tokens: int
-    prompt_tokens: int
-
-
-class Service:
-    """Answers requests with one model and the caches under `root`. Used on one event loop; close it in the end."""
-
-    def __init__(self, model: Model, root: str, options: ServeOptions) -> None:
-        self.model, self.root, self.options = model, root, options
-        self.places = Places(options.queue, shared=False)
+    def __init__(self, model: Model, root: str, options: ServeOptions, keys: Keys | None = None) -> None:
+        self.model, self.options, self.keys = model, options, keys or Keys()
         self.started_s = int(time.time())
+        self.metrics = Metrics()
+        self.catalog = Catalog(root)
+        self.places = Places(options.queue, shared=self.keys.wanted)
+        self.listed = False
+        self._reading = ThreadPoolExecutor(READERS, thread_name_prefix="lynxkv-read")
+        self.hot = HotCaches(options.hot_bytes, self._reading)
+        self._publisher = Publisher(self.catalog, self.metrics.published)
         self._worker = Worker()
-        # A tokenizer is changed by some of its calls: this thread has one of its own, the worker another.
-        self._tokenizer = copy.deepcopy(model.tokenizer)
-        self._tokenising = ThreadPoolExecutor(1, thread_name_prefix="lynxkv-tokenise")
+        self._prompts = Prompts(model.tokenizer, options.max_prompt_tokens)
+        self._refreshing: asyncio.Task[None] | None = None
         # What drafts have taught, by codec.
         self._paces: defaultdict[str, Pace] = defaultdict(Pace)
+        self._watch()
 
     @property
     def model_name(self) -> str:
         """What the model is called in requests."""
         return self.model.identity.model_id or "model"
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are taken, and caches are found if the store can be listed."""
+        return self.listed and not self.places.closed
 
     def check_model(self, name: str) -> None:
         """Refuse, with 404, a model that is not served."""
@@ -76,53 +85,136 @@ class Service:
                 hint=f"this server has {self.model_name}",
             )
 
-    async def answer(self, ask: Ask, owner: str, emit: Emit) -> Answer:
+    def caches(self, caller: Caller) -> list[Entry]:
+        """The caches that a caller may use with this model."""
+        return [entry for entry in self.catalog.entries if self._identity_for(entry.identity, caller) is not None]
+
+    async def answer(self, ask: Ask, caller: Caller, emit: Emit) -> Answer:
         """The answer to a request; `emit` is told of its run's events, on this event loop.
 
         Raises:
             Refusal: it cannot be answered, there are too many others, or it took too long.
             LynxError: the cache cannot be used.
         """
-        with self.places.take(owner):
+        with self.places.take(caller.name):
             try:
                 async with asyncio.timeout(self.options.deadline_s):
-                    return await self._answer(ask, owner, emit)
+                    answer = await self._answer(ask, caller, emit)
             except TimeoutError as error:
                 raise Refusal(
                     f"no answer within {self.options.deadline_s:g} s", status=504, code="deadline_exceeded"
                 ) from error
+        self.metrics.answer(answer)
+        return answer
+
+    async def start(self) -> None:
+        """Start to list the store, again and again."""
+        self._refreshing = asyncio.create_task(self._refresh_always())
+
+    async def refresh(self) -> None:
+        """List the store now."""
+        try:
+            for url in await asyncio.to_thread(self.catalog.refresh):
+                self.hot.drop(url)
+        except LynxError as error:
+            LOG.warning("the store cannot be listed: %s", error.message)
+        self.listed = True
 
     async def close(self) -> None:
         """Wait for what runs, and drop what waits."""
         self.places.closed = True
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._refreshing
         await asyncio.to_thread(self._worker.close)
-        self._tokenising.shutdown(wait=False)
+        await asyncio.to_thread(self._publisher.close)
+        self._prompts.close()
+        self._reading.shutdown(wait=False)
 
-    async def _answer(self, ask: Ask, owner: str, emit: Emit) -> Answer:
-        loop = asyncio.get_running_loop()
+    async def _answer(self, ask: Ask, caller: Caller, emit: Emit) -> Answer:
+        began_at = time.perf_counter()
+        told = _Told(emit, asyncio.get_running_loop())
+        if ask.cache is not None:
+            url = self._url_of(ask.cache, caller)
+            return await self._from_cache(ask, caller, ask.cache, url, None, told, began_at)
+        prompt_ids = await self._prompts.whole(ask)
+        entry = self.catalog.longest_prefix(prompt_ids, caller.identities(self.model.identity))
+        if entry is not None:
+            return await self._from_cache(ask, caller, entry.name, entry.url, prompt_ids, told, began_at)
+        return await self._uncached(ask, caller, prompt_ids, told, began_at)
 
-        def emit_here(event: Event) -> None:
-            loop.call_soon_threadsafe(emit, event)
+    def _url_of(self, name: str, caller: Caller) -> str:
+        """Where the cache is that a request names.
 
-        if ask.cache is None:
-            began_at = time.perf_counter()
-            prompt_ids = await self._tokenise(self._prompt, ask)
-            check_memory(self._run_bytes(ask, len(prompt_ids)), self.options.memory_bytes)
-            return await self._worker.run(owner, partial(self._run_uncached, ask, prompt_ids, emit_here, began_at))
-        options = FetchOptions(deadline_s=self.options.deadline_s)
-        async with open_cache_async(cache_url(self.root, ask.cache), options=options) as reader:
-            check_identity(reader.header.identity, self.model.identity)
-            suffix_ids = await self._tokenise(self._suffix, ask, reader.header.identity.turn or "none")
-            tokens = reader.header.tokens.stop + len(suffix_ids)
-            check_memory(self._run_bytes(ask, tokens), self.options.memory_bytes)
-            return await self._worker.run(owner, partial(self._run_cached, ask, reader, suffix_ids, emit_here))
+        Where there are keys, only what is listed is there: asking the store would take another time for what is there
+        and is not the caller's.
+        """
+        url = cache_url(self.catalog.root, name)
+        if self.keys.wanted:
+            entry = self.catalog.find(name)
+            if entry is None or entry.identity.salt_sha256 not in (None, caller.salt_sha256):
+                raise Refusal(f"there is no cache {name}", status=404, code="cache_not_found", param="lynx.cache")
+        return url
+
+    async def _from_cache(
+        self, ask: Ask, caller: Caller, name: str, url: str, prompt_ids: list[int] | None, told: _Told, began_at: float
+    ) -> Answer:
+        """The answer from a cache that is named, or whose tokens are the first of `prompt_ids`."""
+        policy = ask.on_failure or (self.options.on_failure if prompt_ids is None else "recompute")
+        transport = self.hot.transport(url)
+        options = FetchOptions(deadline_s=self.options.deadline_s, transport=transport)
+        try:
+            async with open_cache_async(url, options=options) as reader:
+                model = self._model_for(reader.header.identity, caller)
+                tokens = reader.header.tokens.stop
+                if prompt_ids is None:
+                    suffix_ids = await self._prompts.after(ask, reader.header.identity.turn or "none")
+                else:
+                    suffix_ids = prompt_ids[tokens:]
+                self._check_memory(ask, tokens + len(suffix_ids))
+                work = partial(self._run_cached, ask, model, name, reader, suffix_ids, told.emit)
+                try:
+                    answer = await self._worker.run(caller.name, work)
+                except (StoreError, FormatError):
+                    if prompt_ids is None and policy == "recompute":
+                        prompt_ids = await _ids_of(reader, suffix_ids)
+                    raise
+        except (StoreError, FormatError) as error:
+            self.hot.drop(url)
+            failure = refusal_of(error)
+            self.metrics.load_failure(failure.code or "")
+            if policy == "error" or prompt_ids is None or told.verified:
+                raise
+            told.retract(f"the cache cannot be loaded ({error.message}); the prompt is computed anew")
+            answer = await self._uncached(ask, caller, prompt_ids, told, began_at, failed=name)
+            return replace(answer, load_failure=failure.code)
+        self.hot.keep(url, transport)
+        return answer
+
+    async def _uncached(
+        self, ask: Ask, caller: Caller, prompt_ids: list[int], told: _Told, began_at: float, failed: str | None = None
+    ) -> Answer:
+        """The answer to a prompt that no cache holds, or the cache `failed` does not give."""
+        self._check_memory(ask, len(prompt_ids))
+        work = partial(self._run_uncached, ask, caller, prompt_ids, told.emit, began_at, failed)
+        return await self._worker.run(caller.name, work)
 
     def _run_cached(
-        self, ask: Ask, reader: CacheReader, suffix_ids: list[int], emit: Emit, cancellation: Cancellation
+        self,
+        ask: Ask,
+        model: Model,
+        name: str,
+        reader: CacheReader,
+        suffix_ids: list[int],
+        emit: Emit,
+        cancellation: Cancellation,
     ) -> Answer:
+        cached_tokens = reader.header.tokens.stop
+        self._check_memory(ask, cached_tokens + len(suffix_ids))
         result = generate(
             reader,
-            self.model,
+            model,
             suffix_ids,
             max_new_tokens=self._new_tokens(ask),
             sampling=ask.sampling,
@@ -130,18 +222,30 @@ class Service:
             pace=self._paces[reader.header.codec_name],
             on_event=_checking(emit, cancellation),
         )
-        cached_tokens = reader.header.tokens.stop
         return Answer(
             result=result,
             source="cache",
-            cache=ask.cache,
+            cache=name,
             cached_tokens=cached_tokens,
             prompt_tokens=cached_tokens + len(suffix_ids),
         )
 
     def _run_uncached(
-        self, ask: Ask, prompt_ids: list[int], emit: Emit, began_at: float, cancellation: Cancellation
+        self,
+        ask: Ask,
+        caller: Caller,
+        prompt_ids: list[int],
+        emit: Emit,
+        began_at: float,
+        failed: str | None,
+        cancellation: Cancellation,
     ) -> Answer:
+        needed = self._check_memory(ask, len(prompt_ids))
+        room = self.options.memory_bytes - needed
+
+        def keep(kv: KV) -> None:
+            self._publisher.offer(kv, caller.identities(self.model.identity)[0], room)
+
         result = generate_uncached(
             self.model,
             prompt_ids,
@@ -150,42 +254,87 @@ class Service:
             stop=ask.stop,
             on_event=_checking(emit, cancellation),
             began_at=began_at,
+            keep_tokens=whole_blocks(len(prompt_ids)) if self.options.publish and failed is None else 0,
+            keep=keep,
         )
-        return Answer(result=result, source="prefill", cache=None, cached_tokens=0, prompt_tokens=len(prompt_ids))
+        source: Source = "prefill" if failed is None else "recompute"
+        return Answer(result=result, source=source, cache=failed, cached_tokens=0, prompt_tokens=len(prompt_ids))
 
-    def _prompt(self, ask: Ask) -> list[int]:
-        """The whole prompt of a request that names no cache."""
-        if ask.kind == "chat":
-            return conversation(self._tokenizer, [(message.role, message.text) for message in ask.messages])
-        if isinstance(ask.prompt, tuple):
-            return list(ask.prompt)
-        return list(self._tokenizer(ask.prompt, split_special_tokens=True)["input_ids"])
+    def _identity_for(self, cache: Identity, caller: Caller) -> Identity | None:
+        """The model's identity as the caller's or as everybody's, whichever the cache has; None if it has another."""
+        for identity in caller.identities(self.model.identity):
+            with contextlib.suppress(IdentityError):
+                check_identity(cache, identity)
+                return identity
+        return None
 
-    def _suffix(self, ask: Ask, turn: str) -> list[int]:
-        """What follows the cache: a chat's messages, or a completion's text as it is."""
-        if ask.kind == "chat":
-            return conversation(self._tokenizer, [(message.role, message.text) for message in ask.messages], turn=turn)
-        if isinstance(ask.prompt, tuple):
-            return list(ask.prompt)
-        return list(self._tokenizer(ask.prompt, add_special_tokens=False, split_special_tokens=True)["input_ids"])
-
-    async def _tokenise(self, work: Callable[..., list[int]], *arguments: object) -> list[int]:
-        ids = await asyncio.get_running_loop().run_in_executor(self._tokenising, work, *arguments)
-        if len(ids) > self.options.max_prompt_tokens:
-            raise Refusal(
-                f"the prompt has {len(ids)} tokens, the most are {self.options.max_prompt_tokens}",
-                code="context_length_exceeded",
-            )
-        return ids
+    def _model_for(self, cache: Identity, caller: Caller) -> Model:
+        identity = self._identity_for(cache, caller)
+        if identity is None:
+            check_identity(cache, self.model.identity)  # says what differs
+        return replace(self.model, identity=identity or self.model.identity)
 
     def _new_tokens(self, ask: Ask) -> int:
         return ask.max_new_tokens or self.options.max_new_tokens
 
-    def _run_bytes(self, ask: Ask, prompt_tokens: int) -> int:
+    def _check_memory(self, ask: Ask, prompt_tokens: int) -> int:
+        """The most bytes that a run will take, if that is no more than it may."""
         new_tokens = self._new_tokens(ask)
         if self.model.context_tokens is not None:
             new_tokens = min(new_tokens, max(0, self.model.context_tokens - prompt_tokens))
-        return run_bytes(self.model, prompt_tokens + new_tokens, new_tokens)
+        needed = run_bytes(self.model, prompt_tokens + new_tokens, new_tokens)
+        check_memory(needed, self._publisher.held_bytes, self.options.memory_bytes)
+        return needed
+
+    async def _refresh_always(self) -> None:
+        while True:
+            await self.refresh()
+            await asyncio.sleep(self.options.refresh_s)
+
+    def _watch(self) -> None:
+        watch = self.metrics.watch
+        watch("lynxkv_requests_in_place", "Requests that run or wait", lambda: self.places.taken)
+        watch("lynxkv_places", "Requests that may run and wait", lambda: self.options.queue)
+        watch("lynxkv_hot_bytes", "Bytes of caches kept in memory", lambda: self.hot.bytes)
+        watch("lynxkv_hot_hits", "Caches that were opened from memory", lambda: self.hot.hits)
+        watch("lynxkv_hot_misses", "Caches that were opened from the store", lambda: self.hot.misses)
+        watch("lynxkv_publishing_bytes", "Bytes that are being encoded", lambda: self._publisher.held_bytes)
+        watch("lynxkv_catalog_caches", "Caches that are known", lambda: len(self.catalog.entries))
+        watch("lynxkv_catalog_age_seconds", "Since the store was listed", lambda: self.catalog.age_s or float("nan"))
+
+
+class _Told:
+    """What a client has been told of a run."""
+
+    def __init__(self, emit: Emit, loop: asyncio.AbstractEventLoop) -> None:
+        self._emit, self._loop = emit, loop
+        self._drafted: list[Drafted] = []
+        self.verified = False
+
+    def emit(self, event: Event) -> None:
+        """Tell of an event, from any thread."""
+        if isinstance(event, Drafted):
+            self._drafted.append(event)
+        elif isinstance(event, Verified):
+            self.verified, self._drafted = True, []
+        self._loop.call_soon_threadsafe(self._emit, event)
+
+    def retract(self, why: str) -> None:
+        """Take back all drafts, and say why."""
+        if self._drafted:
+            ids, texts = [event.token_id for event in self._drafted], [event.text for event in self._drafted]
+            self.emit(Rejected(ids, "".join(texts)))
+        self._drafted = []
+        self.emit(Note(why))
+
+
+async def _ids_of(reader: CacheReader, suffix_ids: list[int]) -> list[int] | None:
+    """The tokens of a cache and its suffix; None if the cache does not tell its own."""
+    try:
+        ids = await asyncio.to_thread(reader.token_ids)
+    except LynxError:
+        return None
+    return None if ids is None else [*map(int, ids), *suffix_ids]
 
 
 def _checking(emit: Emit, cancellation: Cancellation) -> Emit:

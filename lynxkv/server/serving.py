@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable
 
 import uvicorn
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from lynxkv.errors import InputError
 from lynxkv.server.options import ServeOptions
@@ -44,7 +44,7 @@ def url_of(listener: socket.socket) -> str:
 class Server(uvicorn.Server):
     """Serves an application; calls `ready` once it answers."""
 
-    def __init__(self, app: Starlette, options: ServeOptions, ready: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, app: ASGIApp, options: ServeOptions, ready: Callable[[], None] = lambda: None) -> None:
         config = uvicorn.Config(
             app,
             http="h11",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -11,9 +11,11 @@ from starlette.types import Receive, Scope, Send
 
 from lynxkv.events import Event
 from lynxkv.server.answers import LAST_EVENT, Form, as_event
-from lynxkv.server.problems import refusal_of
+from lynxkv.server.keys import Caller
+from lynxkv.server.outcome import Answer
+from lynxkv.server.problems import Refusal
 from lynxkv.server.requests import Ask
-from lynxkv.server.service import Answer, Service
+from lynxkv.server.service import Service
 
 T = TypeVar("T")
 
@@ -46,12 +48,24 @@ async def _gone(receive: Receive) -> None:
 
 
 class Running:
-    """An answer in the making, as lines of an event stream."""
+    """An answer in the making, as lines of an event stream.
 
-    def __init__(self, service: Service, ask: Ask, owner: str) -> None:
+    `settled` is told of the answer, `refused` of what went wrong after the first lines.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        ask: Ask,
+        caller: Caller,
+        *,
+        settled: Callable[[Answer], None],
+        refused: Callable[[Exception], Refusal],
+    ) -> None:
+        self._settled, self._refused = settled, refused
         self._ask, self._form = ask, Form(kind=ask.kind, model=ask.model)
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()
-        self._task = asyncio.create_task(service.answer(ask, owner, self._events.put_nowait))
+        self._task = asyncio.create_task(service.answer(ask, caller, self._events.put_nowait))
         self._task.add_done_callback(lambda task: self._events.put_nowait(None))
 
     async def first(self) -> bytes:
@@ -72,7 +86,7 @@ class Running:
             try:
                 yield await self._end()
             except Exception as error:
-                yield as_event(refusal_of(error).body)
+                yield as_event(self._refused(error).body)
 
     async def stop(self) -> None:
         """End the run, if it goes on."""
@@ -92,6 +106,7 @@ class Running:
     async def _end(self) -> bytes:
         self._ended = True
         answer: Answer = await self._task
+        self._settled(answer)
         lines = as_event(self._form.end(answer))
         if self._ask.include_usage:
             lines += as_event(self._form.usage(answer))

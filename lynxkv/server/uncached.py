@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lynxkv.errors import InputError
 from lynxkv.events import Event, GenerateResult, Phase, Span, Verified
+from lynxkv.kv import KV
 from lynxkv.models import CHUNK_TOKENS, DecoderModel, check_prompt
 from lynxkv.sampling import Sampling, draw
 from lynxkv.text import GrowingText
@@ -23,11 +24,15 @@ def generate_uncached(
     stop: Sequence[str] = (),
     on_event: Callable[[Event], None] = lambda event: None,
     began_at: float | None = None,
+    keep_tokens: int = 0,
+    keep: Callable[[KV], None] = lambda kv: None,
 ) -> GenerateResult:
     """Answer `prompt_ids` as the model does without any cache; the text is that of the original.
 
     Args:
         began_at: what times count from, on `time.perf_counter`; now by default.
+        keep_tokens: `keep` is given the KV of so many first tokens, once they have been run. It shares the run's memory
+            and stands until `keep` returns.
 
     Raises:
         InputError: the prompt is empty, leaves no room in the model's context, or has ids outside its vocabulary.
@@ -56,8 +61,11 @@ def generate_uncached(
         return logits[-1]
 
     on_event(Phase("decode"))
-    for start in range(0, len(prompt_ids), CHUNK_TOKENS):
-        logits = step(prompt_ids[start : start + CHUNK_TOKENS])
+    for first, last in ((0, keep_tokens), (keep_tokens, len(prompt_ids))):
+        for start in range(first, last, CHUNK_TOKENS):
+            logits = step(prompt_ids[start : min(start + CHUNK_TOKENS, last)])
+        if last == keep_tokens > 0:
+            keep(cache.to_kv(prompt_ids[:keep_tokens]))
     while not text.stopped:
         if text.token_ids:
             logits = step(text.token_ids[-1:])

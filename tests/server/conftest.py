@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from lynxkv.encoder import encode
 from lynxkv.integrations.hf import Model, open_turn
 from lynxkv.models import prefill
 from lynxkv.server.app import create_app
+from lynxkv.server.keys import Keys
 from lynxkv.server.options import ServeOptions
 from lynxkv.server.service import Service
 from lynxkv.server.serving import Server, listen, url_of
@@ -33,6 +35,14 @@ TEMPLATE = (
 )
 DOCUMENT = " ".join(f"w{5 + number * 7 % 43}" for number in range(40))
 QUESTION = "w7 w8 w9"
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Wait for another thread to get there."""
+    limit = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.005)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +59,16 @@ class Running:
 
 
 @contextmanager
-def running(model: Model, root: str, **options: Any) -> Iterator[Running]:
-    """A server in a thread."""
+def running(model: Model, root: str, *, keys: Keys | None = None, **options: Any) -> Iterator[Running]:
+    """A server in a thread, which has listed its store."""
     settings = ServeOptions(port=0, **options)
     ready, listener = threading.Event(), listen(settings)
-    service = Service(model, root, settings)
+    service = Service(model, root, settings, keys)
     server = Server(create_app(service), settings, ready.set)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     assert ready.wait(30)
+    eventually(lambda: service.listed)
     try:
         yield Running(url=url_of(listener), service=service)
     finally:

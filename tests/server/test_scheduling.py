@@ -21,21 +21,13 @@ from lynxkv.runner import generate
 from lynxkv.server.admission import Places
 from lynxkv.server.problems import Refusal
 from lynxkv.server.worker import CancelledRun, Worker
-from tests.server.conftest import running
+from tests.server.conftest import eventually, running
 from tests.server.test_refusals import GOOD, refused, send
 
 if TYPE_CHECKING:
     from tests.server.conftest import Gate
 
 CACHED: dict[str, Any] = {**GOOD, "max_tokens": 60, "lynx": {"cache": "docs/report.lynx"}}
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    """Wait for another thread to get there."""
-    limit = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.005)
 
 
 def test_owners_take_turns() -> None:
@@ -127,7 +119,7 @@ def test_a_client_that_leaves_frees_its_place(
     with running(model, str(store), queue=1) as server:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as client:
-            head = ["POST /v1/chat/completions HTTP/1.1", "Host: x", "Content-Type: application/json"]
+            head = ["POST /v1/chat/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
             lines = [*head, f"Content-Length: {len(body)}"]
             client.sendall("\r\n".join([*lines, "", ""]).encode() + body)
             assert gate.reached.wait(30)

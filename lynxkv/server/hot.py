@@ -1,0 +1,162 @@
+"""Caches that were used lately, kept in memory as they are stored, up to a bound.
+
+A transport writes down what it brings. When a run has ended well all of it has passed its checks, and it serves the
+next readers of that cache. What a run was not content with is dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lynxkv.store import Store
+from lynxkv.store.transport import Answer, Transport, chunks_of, transport_for
+
+# Where nothing tells that a cache was replaced, its bytes are not believed for longer.
+MOST_S = 600.0
+
+
+@dataclass(kw_only=True)
+class _Object:
+    """What is known of one object: its bytes where they are `known`, as ranges in order, and its size."""
+
+    data: bytearray = field(default_factory=bytearray)
+    known: list[tuple[int, int]] = field(default_factory=list)
+    size: int | None = None
+
+    def write(self, start: int, data: bytes | bytearray) -> None:
+        """Know these bytes, whatever was known in their place: what is asked for again had failed its check."""
+        stop = start + len(data)
+        self.data.extend(bytes(max(0, stop - len(self.data))))
+        self.data[start:stop] = data
+        apart = [place for place in self.known if place[1] < start or stop < place[0]]
+        joined = [(start, stop), *(place for place in self.known if place not in apart)]
+        self.known = sorted([*apart, (min(joined)[0], max(place[1] for place in joined))])
+
+    def read(self, start: int, stop: int) -> bytes | None:
+        """Bytes [start, stop), less only where the object ends; None if they are not all known."""
+        stop = stop if self.size is None else min(stop, self.size)
+        if any(first <= start and stop <= last for first, last in self.known):
+            return bytes(self.data[start:stop])
+        return None
+
+
+class RecordingTransport:
+    """Another transport, whose bytes are written down, or come from `known` where they are there."""
+
+    def __init__(self, inner: Transport, known: dict[str, _Object], most_bytes: int) -> None:
+        self._inner, self.known, self._most_bytes = inner, known, most_bytes
+        self.is_remote = inner.is_remote
+        self.written: dict[str, _Object] = {}
+        self.written_bytes = 0
+
+    @asynccontextmanager
+    async def get(self, name: str, start: int, stop: int) -> AsyncIterator[Answer]:
+        """From memory, or from the other transport."""
+        own = self.known.get(name)
+        data = own.read(start, stop) if own is not None else None
+        if own is not None and data is not None:
+            yield Answer(chunks=chunks_of(data), size=own.size)
+            return
+        async with self._inner.get(name, start, stop) as answer:
+            yield Answer(chunks=self._writing(name, start, answer), size=answer.size)
+
+    async def size(self, name: str) -> int:
+        """From memory, or as the other transport says."""
+        own = self.known.get(name)
+        return own.size if own is not None and own.size is not None else await self._inner.size(name)
+
+    async def keep(self, name: str) -> None:
+        """As the other transport does."""
+        await self._inner.keep(name)
+
+    def close(self) -> None:
+        """Close the other transport."""
+        self._inner.close()
+
+    async def _writing(self, name: str, start: int, answer: Answer) -> AsyncIterator[Any]:
+        arrived = bytearray()
+        async for chunk in answer.chunks:
+            arrived += chunk
+            yield chunk
+        self.written_bytes += len(arrived)
+        if self.written_bytes > self._most_bytes:
+            self.written.clear()
+            return
+        item = self.written.setdefault(name, _Object())
+        item.size = item.size if answer.size is None else answer.size
+        if arrived:
+            item.write(start, arrived)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Hot:
+    objects: dict[str, _Object]
+    bytes: int
+    kept_at: float
+
+
+class HotCaches:
+    """Up to `limit` bytes of caches, the least lately used dropped first. Used on one event loop.
+
+    Attributes:
+        hits, misses: opened caches that were here, and that were not.
+    """
+
+    def __init__(self, limit: int, workers: Executor) -> None:
+        self._limit, self._workers = limit, workers
+        self._kept: OrderedDict[str, _Hot] = OrderedDict()
+        self.hits = self.misses = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all that is kept."""
+        return sum(hot.bytes for hot in self._kept.values())
+
+    def transport(self, url: str) -> RecordingTransport:
+        """A transport for one reading of the cache at `url`.
+
+        Raises:
+            InputError: no file system takes the URL.
+        """
+        store = Store(url)
+        hot = self._kept.get(url)
+        if hot is not None and time.monotonic() - hot.kept_at > MOST_S:
+            self.drop(url)
+            hot = None
+        if hot is not None:
+            self._kept.move_to_end(url)
+        self.hits += hot is not None
+        self.misses += hot is None
+        # Files of this machine are in its memory already, as far as they fit.
+        limit = 0 if store.is_local else self._limit
+        return RecordingTransport(
+            transport_for(store, "auto", self._workers), hot.objects if hot is not None else {}, limit
+        )
+
+    def keep(self, url: str, transport: RecordingTransport) -> None:
+        """Keep what a reading brought, which has all passed its checks."""
+        if not transport.written:
+            return
+        objects = {**transport.known, **transport.written}
+        for name in transport.known.keys() & transport.written.keys():
+            # Readers that are under way have the old one.
+            objects[name] = replace(transport.known[name], data=transport.known[name].data[:])
+            for start, stop in transport.written[name].known:
+                objects[name].write(start, transport.written[name].data[start:stop])
+        size = sum(len(item.data) for item in objects.values())
+        self.drop(url)
+        if size > self._limit:
+            return
+        self._kept[url] = _Hot(objects=objects, bytes=size, kept_at=time.monotonic())
+        while self.bytes > self._limit:
+            self._kept.popitem(last=False)
+
+    def drop(self, url: str) -> None:
+        """Forget a cache, if it is here."""
+        self._kept.pop(url, None)
