@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 
 from lynxkv_cli._streams import open_streams
 
+# Long enough to tidy up after an interrupt that was not lost.
+INSIST_S = 3.0
+
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; whatever is raised has been reported."""
@@ -24,6 +27,7 @@ def main() -> None:
     """The entry point of the console script."""
     arguments = sys.argv[1:]
     stdout_open = open_streams()
+    insist_on_interrupts()
     try:
         code = run(arguments) if stdout_open else _guarded(_refuse_closed_stdout, arguments)
     except KeyboardInterrupt:  # a second one, while the first was being reported
@@ -33,12 +37,35 @@ def main() -> None:
     sys.exit(code)
 
 
+def insist_on_interrupts() -> None:
+    """Let an interrupt be raised again until it has ended the command.
+
+    It can be raised where whoever called lets no exception through: a finalizer, a callback from compiled code, an
+    import that tries something and takes any failure for a no.
+    """
+
+    def interrupt(number: int, frame: object) -> None:
+        _set_alarm(INSIST_S)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as in the background
+        signal.signal(signal.SIGINT, interrupt)
+        if hasattr(signal, "SIGALRM"):
+            signal.signal(signal.SIGALRM, interrupt)
+
+
+def _set_alarm(seconds: float) -> None:
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
 def _guarded(command: Callable[[], int], arguments: Sequence[str]) -> int:
     """The exit code of `command`, or of the error that it ended with, after reporting it."""
     try:
         code = command()
         sys.stdout.flush()
     except (Exception, KeyboardInterrupt) as error:
+        _set_alarm(0.0)
         from lynxkv_cli._errors import report
         from lynxkv_cli._output import Output
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
@@ -51,6 +53,29 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     _, out, err = shell(f"{LYNXKV} --help | true; echo ${{PIPESTATUS[0]}}")
     assert err == ""
     assert out.strip() in {"0", "1"}
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there are no timers here")
+def test_an_interrupt_that_somebody_swallows_comes_again() -> None:
+    code = textwrap.dedent("""
+        import os, signal, sys, time, types
+        from lynxkv_cli import main
+
+        def invoke(arguments):
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(60)
+            except BaseException:
+                pass
+            time.sleep(60)
+
+        main.INSIST_S = 0.1
+        sys.modules["lynxkv_cli.app"] = types.SimpleNamespace(invoke=invoke)
+        main.main()
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "error: interrupted\n"
 
 
 @pytest.mark.parametrize(("times", "err"), [(1, "error: interrupted\n"), (2, "")])

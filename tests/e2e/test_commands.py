@@ -137,7 +137,7 @@ class TestGenerate:
         jsonschema.validate(report, schema, cls=jsonschema.Draft202012Validator)
         full = [row for row in report["errors"] if row["precision"] == "full"]
         assert len(full) == 2 * report["layers"]
-        assert max(row["nmse"] for row in full) < 1e-3
+        assert max(row["nmse"] for row in full) < 1e-2
         assert max(row["attention_nmse_both"] for row in full) < 1e-2
 
     def test_a_damaged_residual_gives_no_text(self, lynx: Lynx, cache: str, tmp_path: Path) -> None:
