@@ -11,7 +11,7 @@ import typer
 from lynxkv.choices import OnFailure
 from lynxkv.errors import InputError
 from lynxkv_cli._errors import UsageProblem
-from lynxkv_cli._options import Json, Model, Quiet
+from lynxkv_cli._options import Json, Model, Quiet, parse_link
 from lynxkv_cli._output import Output
 
 HELP = """Example: lynxkv serve s3://bucket/caches --model smollm2
@@ -58,6 +58,9 @@ def serve(
         Path | None,
         typer.Option(metavar="FILE", help="Take only requests with one of these keys; docs/serve.md has the form."),
     ] = None,
+    link: Annotated[
+        str | None, typer.Option(metavar="RATE[/RTT]", help="Read over a simulated link, such as 200mbit/20ms.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="The longest answer.")] = 2048,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -82,6 +85,7 @@ def serve(
         on_failure=on_failure,
         max_new_tokens=max_new_tokens,
     )
+    simulated = parse_link(link)
     keys = Keys() if api_keys is None else Keys.read(api_keys)
     try:
         import prometheus_client  # noqa: F401
@@ -102,7 +106,7 @@ def serve(
     from lynxkv.server.observing import log_to_stderr
     from lynxkv.server.service import Service
 
-    service = Service(loaded, store, options, keys)
+    service = Service(loaded, store, options, keys, simulated)
 
     def ready() -> None:
         url = url_of(listener)

@@ -23,6 +23,7 @@ from lynxkv.server.hosts import OwnHosts, is_loopback
 from lynxkv.server.keys import Caller
 from lynxkv.server.observing import NOTES, Observed
 from lynxkv.server.outcome import Answer
+from lynxkv.server.page import page_response
 from lynxkv.server.problems import Refusal, refusal_of
 from lynxkv.server.requests import Kind, read_request
 from lynxkv.server.responses import json_response, refused
@@ -48,6 +49,7 @@ def create_app(service: Service) -> ASGIApp:
         await service.close()
 
     routes = [
+        Route("/", api.page),
         Route("/health", api.health),
         Route("/ready", api.ready),
         Route("/metrics", api.metrics),
@@ -71,6 +73,10 @@ class Api:
 
     def __init__(self, service: Service) -> None:
         self.service = service
+
+    async def page(self, request: Request) -> Response:
+        """`GET /`: ask, and watch."""
+        return page_response()
 
     async def health(self, request: Request) -> Response:
         """`GET /health`: the process is there."""
@@ -168,7 +174,13 @@ class Api:
 
     def _model(self) -> dict[str, Any]:
         service = self.service
-        return {"id": service.model_name, "object": "model", "created": service.started_s, "owned_by": "lynxkv"}
+        return {
+            "id": service.model_name,
+            "object": "model",
+            "created": service.started_s,
+            "owned_by": "lynxkv",
+            "lynx": {"max_new_tokens": service.options.max_new_tokens},
+        }
 
 
 def _note_answer(request: Request, answer: Answer) -> None:

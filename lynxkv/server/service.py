@@ -35,6 +35,7 @@ from lynxkv.server.publishing import Publisher, whole_blocks
 from lynxkv.server.requests import Ask
 from lynxkv.server.uncached import generate_uncached
 from lynxkv.server.worker import Cancellation, Worker
+from lynxkv.store import Link
 
 LOG = logging.getLogger("lynxkv.server")
 READERS = 8
@@ -42,13 +43,16 @@ Emit = Callable[[Event], None]
 
 
 class Service:
-    """Answers requests with one model and the caches under `root`.
+    """Answers requests with one model and the caches under `root`, over a simulated `link` if there is one.
 
     Used on one event loop: `start` it there, `close` it in the end.
     """
 
-    def __init__(self, model: Model, root: str, options: ServeOptions, keys: Keys | None = None) -> None:
+    def __init__(
+        self, model: Model, root: str, options: ServeOptions, keys: Keys | None = None, link: Link | None = None
+    ) -> None:
         self.model, self.options, self.keys = model, options, keys or Keys()
+        self._link = link
         self.started_s = int(time.time())
         self.metrics = Metrics()
         self.catalog = Catalog(root)
@@ -163,9 +167,10 @@ class Service:
         """The answer from a cache that is named, or whose tokens are the first of `prompt_ids`."""
         policy = ask.on_failure or (self.options.on_failure if prompt_ids is None else "recompute")
         transport = self.hot.transport(url)
+        link = None if transport.known else self._link
         options = FetchOptions(deadline_s=self.options.deadline_s, transport=transport)
         try:
-            async with open_cache_async(url, options=options) as reader:
+            async with open_cache_async(url, link=link, options=options) as reader:
                 model = self._model_for(reader.header.identity, caller)
                 tokens = reader.header.tokens.stop
                 if prompt_ids is None:
