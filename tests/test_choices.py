@@ -56,7 +56,7 @@ def test_what_is_no_codec(text: str) -> None:
         ("default:sink_tokens=1025", "bf16", "sink_tokens is 1025"),
         ("alg1:chunk_dtype=f16", "bf16", "chunk_dtype cannot be 'f16'"),
         ("alg1:page_tokens=100", "bf16", "do not fill pages"),
-        ("alg1:page_tokens=4294967296", "bf16", "segments of 4294967296 tokens"),
+        ("alg1:page_tokens=4294967296", "bf16", "page_tokens is 4294967296"),
         ("int8:compress=1", "bf16", "compress cannot be 1"),
     ],
 )
