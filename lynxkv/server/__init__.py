@@ -1,5 +1,16 @@
 """`lynxkv serve`: answers from remote caches over HTTP, in the forms that OpenAI's clients speak.
 
-`app` is the way in, `observing` around it; a request passes `requests` (checked), `service` (its cache, its tokens),
-`worker` (its turn) and `answers` (its form). Needs `lynxkv[serve]`.
+    app, hosts, observing     routes; whose requests are answered; ids, log and counts around them
+    fields, requests, keys    what is asked for, read and checked; who asks
+    service                   from a request to its answer, with
+      names, catalog            names confined to the store; its index by prefix digests
+      prompts                   token ids
+      admission, worker         places and memory; one thread that generates, fair among those who wait
+      hot, publishing           caches kept in memory; prompts encoded in the background
+      uncached                  answers to prompts that no cache holds
+    outcome, answers, streams answers, in the forms of OpenAI's API, on their way to clients that may leave
+    problems, responses       refusals, and JSON
+    page, metrics, serving    the page at `/`; Prometheus; the process
+
+Needs `lynxkv[serve]`.
 """

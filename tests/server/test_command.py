@@ -38,6 +38,15 @@ def test_what_is_refused_before_a_model_is_loaded(lynx: Lynx, tmp_path: Path) ->
             assert done.out == ""
 
 
+def test_what_serving_needs_is_named(lynx: Lynx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "lynxkv.server.serving", raising=False)
+    done = lynx("serve", tmp_path, "--model", "smollm2", "--port", 0)
+    assert done.code == 1
+    assert "serving needs uvicorn" in done.err
+    assert "pip install 'lynxkv[serve]'" in done.err
+
+
 @pytest.mark.slow
 @pytest.mark.model
 def test_a_process_says_where_it_is_and_finishes_what_runs(tmp_path: Path) -> None:

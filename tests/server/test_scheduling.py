@@ -18,9 +18,11 @@ import pytest
 from lynxkv.errors import FetchError
 from lynxkv.integrations.hf import Model
 from lynxkv.runner import generate
-from lynxkv.server.admission import Places
+from lynxkv.server.admission import Places, check_memory
 from lynxkv.server.problems import Refusal
 from lynxkv.server.worker import CancelledRun, Worker
+from lynxkv.store.transport import transport_for
+from lynxkv.testing.faults import FaultyTransport
 from tests.server.conftest import eventually, running
 from tests.server.test_refusals import GOOD, refused, send
 
@@ -100,6 +102,16 @@ def test_places_are_bounded_and_shared() -> None:
         pass
 
 
+def test_a_run_waits_for_memory_or_will_never_have_it() -> None:
+    check_memory(60, 40, 100)
+    with pytest.raises(Refusal) as short:
+        check_memory(60, 41, 100)
+    assert (short.value.status, short.value.retry_after_s) == (503, 1)
+    with pytest.raises(Refusal) as never:
+        check_memory(101, 0, 100)
+    assert (never.value.status, never.value.code) == (400, "context_length_exceeded")
+
+
 def test_a_full_queue_and_a_deadline(model: Model, store: Path, gate: Gate) -> None:
     with running(model, str(store), queue=1, deadline_s=0.5) as server, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(refused, server, CACHED, 504, "deadline_exceeded")
@@ -129,6 +141,31 @@ def test_a_client_that_leaves_frees_its_place(
         # The next one is answered, and the run that was left has not gone on.
         assert send(server, {**GOOD, "max_tokens": 1})[0] == 200
         assert gate.steps < 8
+
+
+@pytest.mark.parametrize("shard", ["anchor", "residual"])
+def test_a_store_that_hangs_holds_nobody_up_for_long(
+    model: Model, store: Path, monkeypatch: pytest.MonkeyPatch, shard: str
+) -> None:
+    # Whoever waits for it leaves or comes to the deadline: place and worker are free long before it is given up.
+    made: list[FaultyTransport] = []
+
+    def hanging(*arguments: Any) -> FaultyTransport:
+        made.append(FaultyTransport(transport_for(*arguments), share=1, faults=("missing_answer",), only=shard))
+        return made[-1]
+
+    monkeypatch.setattr("lynxkv.server.hot.transport_for", hanging)
+    body = json.dumps(CACHED).encode()
+    with running(model, str(store), deadline_s=1) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as client:
+            head = ["POST /v1/chat/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+            client.sendall("\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body)
+            eventually(lambda: bool(made and made[0].injected))
+        eventually(lambda: server.service.places.taken == 0)
+        assert send(server, GOOD)[0] == 200
+        refused(server, CACHED, 504, "deadline_exceeded")
+        assert send(server, GOOD)[0] == 200
 
 
 def test_clients_beside_one_another_get_their_own_answers(model: Model, store: Path) -> None:
