@@ -174,7 +174,9 @@ class Service:
                 model = self._model_for(reader.header.identity, caller)
                 tokens = reader.header.tokens.stop
                 if prompt_ids is None:
-                    suffix_ids = await self._prompts.after(ask, reader.header.identity.turn or "none")
+                    # A cache that does not say how it ends is taken to end as this model's do.
+                    turn = reader.header.identity.turn or self.model.identity.turn or "none"
+                    suffix_ids = await self._prompts.after(ask, turn)
                 else:
                     suffix_ids = prompt_ids[tokens:]
                 self._check_memory(ask, tokens + len(suffix_ids))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,6 +155,20 @@ def test_a_chat_over_a_cache_goes_on(server: Running, model: Model, store: Path)
         model.tokenizer, [("user", f"{DOCUMENT}\n\n{QUESTION}"), *pairs[1:]]
     )
     assert answer.choices[0].message.content == expected(model, store, ids, max_new_tokens=8).text
+
+
+def test_a_cache_that_does_not_say_how_it_ends(server: Running, model: Model, store: Path) -> None:
+    """As with `lynxkv generate`, it ends as those of its model do."""
+    identity = replace(model.identity, turn=None)
+    kv = lynxkv.prefill(model, open_turn(model.tokenizer, DOCUMENT))
+    lynxkv.encode(kv, store / "unsaid.lynx", identity=identity, overwrite=True)
+    answer = server.client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, temperature=0, max_tokens=4, extra_body={"lynx": {"cache": "unsaid.lynx"}}
+    )
+    with lynxkv.open(store / "unsaid.lynx") as reader:
+        own = lynxkv.generate(reader, model, suffix(model.tokenizer, QUESTION), max_new_tokens=4)
+    assert answer.choices[0].message.content == own.text
+    lynxkv.remove(store / "unsaid.lynx")
 
 
 def test_a_stop_text_ends_the_answer(server: Running, model: Model, store: Path) -> None:
