@@ -69,6 +69,7 @@ def test_an_interrupt_that_somebody_swallows_comes_again() -> None:
                 pass
             time.sleep(60)
 
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started without
         main.INSIST_S = 0.1
         sys.modules["lynxkv_cli.app"] = types.SimpleNamespace(invoke=invoke)
         main.main()

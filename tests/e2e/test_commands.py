@@ -202,10 +202,17 @@ def terminal_output(arguments: list[str]) -> str:
     return b"".join(chunks).decode()
 
 
+def heed_interrupts() -> None:
+    """A shell lets its background jobs ignore them, and they pass that on to their children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_an_interrupt_leaves_quietly(cache: str) -> None:
     """While the model loads, or the Anchor arrives: at 64 kbit/s that takes minutes."""
     command = [*LYNXKV, "generate", cache, "--prompt", QUESTION, "--link", "64kbit"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts
+    )
     assert process.stderr is not None
     assert "loading" in process.stderr.readline()
     process.send_signal(signal.SIGINT)
