@@ -217,6 +217,6 @@ def test_an_interrupt_leaves_quietly(cache: str) -> None:
     assert "loading" in process.stderr.readline()
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
-    assert process.returncode == 130, err
-    assert out == ""
-    assert err == "error: interrupted\n"
+    assert (process.returncode, out) == (130, ""), err
+    # An interrupt within the writing of a line lets Python's buffer write it again.
+    assert err.removeprefix("loading smollm2\n") == "error: interrupted\n"
