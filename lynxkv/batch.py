@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lynxkv.arriving import ArrivingCache
 from lynxkv.choices import Verify
-from lynxkv.draft import Draft
+from lynxkv.draft import Draft, Speculate, draft_tokens
 from lynxkv.errors import InputError
 from lynxkv.fetch import CacheReader, SegmentPayload
 from lynxkv.identity import check_identity
@@ -25,7 +25,6 @@ from lynxkv.layout import Precision
 from lynxkv.models import BatchLiveCache, BatchModel
 from lynxkv.pace import Pace
 from lynxkv.prompt import Prompt, place
-from lynxkv.runner import DRAFT_BYTES, Speculate, draft_tokens
 from lynxkv.sampling import Sampling, draw
 from lynxkv.text import GrowingText, Stopped
 from lynxkv.verify import accept
@@ -129,7 +128,7 @@ class _Batch:
         self.rows, self.model, self.cache, self.arriving, self.readers = rows, model, cache, arriving, readers
         self.target, self.auto, self.pace = target, speculate == "auto", pace
         # Of each draft token there are the logits of its verification, and both distributions.
-        most = draft_tokens(speculate, DRAFT_BYTES // (3 * 4 * model.vocab_tokens * len(rows)))
+        most = draft_tokens(speculate, 3 * 4 * model.vocab_tokens * len(rows))
         self.limit = min(most, *(row.prompt.room_tokens for row in rows))
         self.first_draft_s: float | None = None
         self.first_verified_s: float | None = None

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from lynxkv.errors import InputError
 from lynxkv.sampling import Sampling, draw
 
 # A suffix runs in pieces, so that the arrival of what is waited for can cut it short.
 SUFFIX_CHUNK_TOKENS = 64
+# Bounds the memory of a draft's distributions, and of the logits and distributions of its verification.
+DRAFT_BYTES = 256 << 20
+Speculate = Literal["auto", "off"] | int
 Step = Callable[[Sequence[int]], Tensor]
 """Runs token ids after what the cache holds; logits f32 [1, V] of the last one's position."""
 
@@ -70,3 +75,19 @@ def propose(
         draft.q.append(q)
         yield token
         pending_ids = [token]
+
+
+def draft_tokens(speculate: object, bytes_per_token: int) -> int:
+    """The most tokens that the option `speculate` lets a draft have, and `DRAFT_BYTES` its distributions.
+
+    Raises:
+        InputError: it is no such option.
+    """
+    most = DRAFT_BYTES // bytes_per_token
+    if speculate == "auto":
+        return most
+    if speculate == "off":
+        return 0
+    if not isinstance(speculate, int) or speculate < 1:
+        raise InputError(f"speculate is {speculate!r}", hint="use auto, off, or a number of tokens")
+    return min(speculate, most)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Literal, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from torch import Tensor
 from lynxkv.arriving import ArrivingCache
 from lynxkv.choices import Verify
 from lynxkv.decoder import check_exact_destination, check_precision
-from lynxkv.draft import SUFFIX_CHUNK_TOKENS, Draft, propose
+from lynxkv.draft import SUFFIX_CHUNK_TOKENS, Draft, Speculate, draft_tokens, propose
 from lynxkv.errors import CacheNotFoundError, FetchError, InputError
 from lynxkv.events import (
     Drafted,
@@ -50,9 +50,6 @@ from lynxkv.sampling import Sampling, draw
 from lynxkv.text import GrowingText, TextStream
 from lynxkv.verify import Acceptance, accept
 
-# Bounds the memory of a draft's distributions, and of the logits and distributions of its verification.
-DRAFT_BYTES = 256 << 20
-Speculate = Literal["auto", "off"] | int
 # What a draft is verified against, one after the other; the last is the target.
 STAGES: dict[Verify, tuple[Precision, ...]] = {"none": (), "full": ("full",), "exact": ("full", "exact")}
 
@@ -159,7 +156,7 @@ class _Run:
         self.given_tokens = 0 if prompt.suffix_ids else 1
         self.max_draft_tokens = prompt.room_tokens - self.given_tokens
         # Of each draft token there are the logits of its verification, and both distributions.
-        self.stage_tokens = draft_tokens(speculate, DRAFT_BYTES // (3 * 4 * model.vocab_tokens))
+        self.stage_tokens = draft_tokens(speculate, 3 * 4 * model.vocab_tokens)
         self.text = GrowingText(
             model.to_text, eos_token_ids=model.eos_token_ids, stop=stop, max_tokens=prompt.room_tokens
         )
@@ -493,14 +490,3 @@ class _Run:
 
     def _now(self) -> float:
         return time.perf_counter() - self.reader.opened_at
-
-
-def draft_tokens(speculate: object, most: int) -> int:
-    """The most tokens that the option `speculate` lets a stage propose; there is memory for `most`."""
-    if speculate == "auto":
-        return most
-    if speculate == "off":
-        return 0
-    if not isinstance(speculate, int) or speculate < 1:
-        raise InputError(f"speculate is {speculate!r}", hint="use auto, off, or a number of tokens")
-    return min(speculate, most)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lynxkv import runner
+from lynxkv import draft
 from lynxkv.codecs.uniform import Uniform
 from lynxkv.encoder import encode
 from lynxkv.errors import CacheNotFoundError, FetchError, IdentityError, InputError
@@ -101,7 +101,8 @@ def test_greedy_text_is_that_of_plain_decoding(family: str, url: str) -> None:
     model = tiny_model(family)
     accepted = Counter[int]()
     for seed in range(5):
-        make_cache(model, url, ids=some_ids(PROMPT_TOKENS, seed))
+        coarse = Uniform(key_step=1.2, value_step=1.5, radix=32)
+        make_cache(model, url, ids=some_ids(PROMPT_TOKENS, seed), codec=coarse)
         for suffix in ([5, 6, 7], some_ids(70, seed + 50)):
             want = plain_decoding(model, url, suffix, NEW_TOKENS)
             for speculate in (1, 7, "auto", "off"):
@@ -117,8 +118,8 @@ def test_greedy_text_is_that_of_plain_decoding(family: str, url: str) -> None:
                 assert got.precision == "full"
                 if speculate == 7:
                     accepted[got.accepted] += 1
-    # The anchors were coarse enough to be wrong.
-    assert min(accepted) < 7, accepted
+    # The anchors were coarse enough to be wrong at more than one place.
+    assert len(accepted) > 2, accepted
 
 
 def test_rejection_is_tried_at_every_position(llama: Model, url: str) -> None:
@@ -212,7 +213,7 @@ def test_a_missing_residual_leaves_the_anchors_text_only_where_that_is_allowed(l
 
 def test_memory_bounds_a_draft_whatever_is_asked_for(llama: Model, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make_cache(llama, url)
-    monkeypatch.setattr(runner, "DRAFT_BYTES", 3 * 4 * llama.vocab_tokens * 5)
+    monkeypatch.setattr(draft, "DRAFT_BYTES", 3 * 4 * llama.vocab_tokens * 5)
     endless = dataclasses.replace(llama, eos_token_ids=frozenset())
     with ScriptedReader(url) as reader:
         assert generate(reader, endless, [5], max_new_tokens=NEW_TOKENS, speculate=20).drafted == 5

@@ -383,7 +383,7 @@ def test_sampled_text_of_two_stages_follows_the_original(
     model = tiny_model("llama", vocab_size=12, num_hidden_layers=1, initializer_range=0.4)
     model = dataclasses.replace(model, eos_token_ids=frozenset())
     ids, suffix = some_ids(20, vocab=12), [4, 7]
-    cache = make_cache(model, url, ids=ids, codec=Uniform(key_step=4.0, value_step=4.0, radix=2))
+    cache = make_cache(model, url, ids=ids, codec=Uniform(key_step=5.0, value_step=5.0, radix=2))
     exact: dict[tuple[int, ...], float] = {}
     first = SAMPLED.distribution(model.step(cache, suffix)[0], [*ids, *suffix])
     for token in range(12):
@@ -418,4 +418,4 @@ def test_sampled_text_of_two_stages_follows_the_original(
     assert z < 4
     # What passed the full cache would fail this test, and all outcomes of both rules occurred.
     assert chi_square_z(provisional, {token: float(first[token]) for token in range(12)}) > 8
-    assert min(outcomes[a, b] for a in range(2) for b in range(3)) > 5, outcomes
+    assert min(outcomes[a, b] for a in range(2) for b in range(3)) > 20, outcomes

@@ -16,7 +16,7 @@ from lynxkv_cli._output import Output, seconds, size
 if TYPE_CHECKING:
     from lynxkv.bench.fetch import FetchRow
 
-HELP = """Example: lynxkv bench fetch s3://bucket/readme.lynx
+HELP = """Example: lynxkv bench fetch readme.lynx
 
 Measure how long the header, the Anchor and the Residual of a cache take, decoding included, beside a bare
 parallel download of the same bytes through the same transport.

@@ -15,7 +15,7 @@ from lynxkv_cli._output import Output, size
 if TYPE_CHECKING:
     from lynxkv.manage import CacheEntry
 
-HELP = """Example: lynxkv ls s3://bucket/caches
+HELP = """Example: lynxkv ls .
 
 List the caches under a folder or prefix, at any depth, with what their headers say.
 

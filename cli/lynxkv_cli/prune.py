@@ -12,7 +12,7 @@ from lynxkv_cli._errors import UsageProblem
 from lynxkv_cli._options import Json, Quiet
 from lynxkv_cli._output import Output, size
 
-HELP = """Example: lynxkv prune s3://bucket/caches --older-than 30d --max-bytes 100GB
+HELP = """Example: lynxkv prune . --older-than 30d --max-bytes 100GB
 
 Remove Residuals of replaced caches and what interrupted writers left behind; then caches that are too old; then
 the oldest ones until the rest fits.

@@ -14,7 +14,7 @@ from lynxkv_cli._errors import UsageProblem
 from lynxkv_cli._options import Json, Model, Quiet, parse_link
 from lynxkv_cli._output import Output
 
-HELP = """Example: lynxkv serve s3://bucket/caches --model smollm2
+HELP = """Example: lynxkv serve . --model smollm2
 
 Serve answers from the caches under a folder or prefix, over HTTP, as OpenAI's API has it.
 

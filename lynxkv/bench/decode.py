@@ -19,6 +19,7 @@ from lynxkv.bench.codec import Progress
 from lynxkv.bench.documents import Document
 from lynxkv.choices import Verify, parse_codec
 from lynxkv.codecs import get_codec
+from lynxkv.draft import Speculate
 from lynxkv.encoder import encode
 from lynxkv.errors import InputError
 from lynxkv.events import Event, GenerateResult, Verified
@@ -28,7 +29,7 @@ from lynxkv.integrations.hf.templates import open_turn, suffix
 from lynxkv.models import Prefilled, prefill_with_logits
 from lynxkv.pace import Pace
 from lynxkv.proof import prove
-from lynxkv.runner import Speculate, generate
+from lynxkv.runner import generate
 from lynxkv.store import Link
 
 Mode = Literal["progressive", "whole", "layers", "exact", "draft", "held"]

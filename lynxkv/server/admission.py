@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from lynxkv.draft import DRAFT_BYTES
 from lynxkv.fetch.options import WINDOW_BYTES
 from lynxkv.models import DecoderModel
-from lynxkv.runner import DRAFT_BYTES
 from lynxkv.server.problems import Refusal
 
 RETRY_AFTER_S = 1
