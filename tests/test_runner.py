@@ -101,7 +101,7 @@ def test_greedy_text_is_that_of_plain_decoding(family: str, url: str) -> None:
     model = tiny_model(family)
     accepted = Counter[int]()
     for seed in range(5):
-        coarse = Uniform(key_step=1.2, value_step=1.5, radix=32)
+        coarse = Uniform(key_step=0.8, value_step=0.9, radix=32)
         make_cache(model, url, ids=some_ids(PROMPT_TOKENS, seed), codec=coarse)
         for suffix in ([5, 6, 7], some_ids(70, seed + 50)):
             want = plain_decoding(model, url, suffix, NEW_TOKENS)

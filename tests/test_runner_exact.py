@@ -383,7 +383,7 @@ def test_sampled_text_of_two_stages_follows_the_original(
     model = tiny_model("llama", vocab_size=12, num_hidden_layers=1, initializer_range=0.4)
     model = dataclasses.replace(model, eos_token_ids=frozenset())
     ids, suffix = some_ids(20, vocab=12), [4, 7]
-    cache = make_cache(model, url, ids=ids, codec=Uniform(key_step=5.0, value_step=5.0, radix=2))
+    cache = make_cache(model, url, ids=ids, codec=Uniform(key_step=4.0, value_step=4.0, radix=2))
     exact: dict[tuple[int, ...], float] = {}
     first = SAMPLED.distribution(model.step(cache, suffix)[0], [*ids, *suffix])
     for token in range(12):
@@ -394,7 +394,7 @@ def test_sampled_text_of_two_stages_follows_the_original(
         monkeypatch.setattr(runner, "accept", wrong())
     texts, provisional, outcomes = Counter[tuple[int, ...]](), Counter[int](), Counter[tuple[int, int]]()
     with ScriptedReader(url, arrivals=[0, 1, 0, 1, 0, 1]) as reader:
-        for seed in range(2500 if wrong is None else 1200):
+        for seed in range(6000 if wrong is None else 1200):
             events: list[Event] = []
             sampling = dataclasses.replace(SAMPLED, seed=seed)
             got = generate(

@@ -65,7 +65,7 @@ def test_the_examples_of_the_help_run(
         example = module.HELP.splitlines()[0].removeprefix("Example: lynxkv ")
         done = lynx(*shlex.split(example))
         assert done.code == 0, (example, done.err)
-        assert done.out
+        assert done.out or module in (prune, rm)  # which tell of it on stderr
 
 
 @pytest.mark.usefixtures("one_copy_of_smollm2")
@@ -137,8 +137,9 @@ class TestGenerate:
         jsonschema.validate(report, schema, cls=jsonschema.Draft202012Validator)
         full = [row for row in report["errors"] if row["precision"] == "full"]
         assert len(full) == 2 * report["layers"]
-        assert max(row["nmse"] for row in full) < 1e-2
-        assert max(row["attention_nmse_both"] for row in full) < 1e-2
+        # Layers whose values hardly vary get coarse steps, the first above all; what counts is what attention puts out.
+        assert max(row["nmse"] for row in full if row["layer"] > 0) < 1e-3
+        assert max(row["attention_nmse_both"] for row in full) < 2e-3
 
     def test_a_damaged_residual_gives_no_text(self, lynx: Lynx, cache: str, tmp_path: Path) -> None:
         copy = tmp_path / "damaged.lynx"
