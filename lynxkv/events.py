@@ -44,11 +44,28 @@ class Drafted:
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    """What the model gave a token that stands: natural logarithms of probabilities, before any sampling option.
+
+    Attributes:
+        top: ids and values of the likeliest tokens, the likeliest first.
+    """
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
 class Verified:
-    """These tokens stand. `text` is what they release; it may lag while a stop string is possible."""
+    """These tokens stand. `text` is what they release; it may lag while a stop string is possible.
+
+    `logprobs` has an entry for each of them, where they were asked for.
+    """
 
     token_ids: list[int]
     text: str
+    logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ from lynxkv.layout import Precision, TensorName
 from lynxkv.models import DecoderModel
 from lynxkv.pace import Pace
 from lynxkv.prompt import place
-from lynxkv.sampling import Sampling, draw
+from lynxkv.sampling import Sampling, draw, logprobs
 from lynxkv.text import GrowingText, TextStream
 from lynxkv.verify import Acceptance, accept
 
@@ -65,6 +65,7 @@ def generate(
     verify: Verify = "full",
     stop: Sequence[str] = (),
     pace: Pace | None = None,
+    top_logprobs: int | None = None,
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> GenerateResult:
     """Answer from a cache that is still arriving; the text is that of decoding on the full or the exact cache.
@@ -80,6 +81,7 @@ def generate(
             "none" decodes on the anchor alone: the Residual is not fetched and the text is marked so.
         stop: strings that end the verified text.
         pace: what earlier runs with this model and codec have taught, for "auto"; this run adds to it.
+        top_logprobs: have `Verified` events tell the log probabilities of their tokens, and of so many likeliest ones.
         on_event: told of everything that happens, in order.
 
     Raises:
@@ -92,7 +94,17 @@ def generate(
     if verify not in STAGES:
         raise InputError(f"verify is {verify!r}", hint=f"use one of {', '.join(STAGES)}")
     with _Run(
-        reader, model, suffix_ids, max_new_tokens, sampling or Sampling(), speculate, verify, stop, pace, on_event
+        reader,
+        model,
+        suffix_ids,
+        max_new_tokens,
+        sampling or Sampling(),
+        speculate,
+        verify,
+        stop,
+        pace,
+        top_logprobs,
+        on_event,
     ) as run:
         try:
             return run.finish()
@@ -115,6 +127,7 @@ def generate(
         verify="none",
         stop=stop,
         pace=pace,
+        top_logprobs=top_logprobs,
         on_event=on_event,
     )
     return replace(alone, notes=[note, *alone.notes])
@@ -134,6 +147,7 @@ class _Run:
         verify: Verify,
         stop: Sequence[str],
         pace: Pace | None,
+        top_logprobs: int | None,
         on_event: Callable[[Event], None],
     ) -> None:
         header = reader.header
@@ -143,6 +157,7 @@ class _Run:
         self.target: Precision = (STAGES[verify] or ("anchor",))[-1]
         self.speculates = speculate != "off"
         self.auto, self.pace = speculate == "auto", pace or Pace()
+        self.top_logprobs = top_logprobs
         prompt = place(
             reader,
             model,
@@ -220,7 +235,7 @@ class _Run:
         logits = torch.from_numpy(stored.copy()).to(self.model.device)
         self._measure(logits=logits.nbytes)
         token = draw(self.sampling.distribution(logits, self._history([])), self.generator)
-        self._stand([token])
+        self._stand([token], logits[None])
         self.suffix_ids = self.pending_ids = [token]
         self.draft_stream = self._new_stream()
 
@@ -264,7 +279,7 @@ class _Run:
         Its distributions are those of this pass: whatever it was drawn from before, it now follows them.
         """
         drafted = self.draft.token_ids
-        outcome, p = self._pass_over_draft(precision)
+        outcome, p, _ = self._pass_over_draft(precision)
         passed = drafted[: outcome.accepted]
         self._learn(precision, len(drafted), outcome.accepted)
         if outcome.accepted < len(drafted) or not self.draft.ended(self.model.eos_token_ids):
@@ -279,12 +294,12 @@ class _Run:
     def verify_draft(self) -> None:
         """What passes the target stands. Without a draft this is the first step of plain decoding."""
         drafted, before = self.draft.token_ids, len(self.text.token_ids)
-        outcome, _ = self._pass_over_draft(self.target)
-        self._stand(drafted[: outcome.accepted])
+        outcome, _, logits = self._pass_over_draft(self.target)
+        self._stand(drafted[: outcome.accepted], logits)
         self._learn(self.target, len(drafted), outcome.accepted)
         self._count(len(drafted), len(self.text.token_ids) - before)
         if not self.text.stopped:
-            self._stand([outcome.next_token])
+            self._stand([outcome.next_token], logits[outcome.accepted :])
         self.draft = Draft()
 
     def decode_on(self) -> None:
@@ -294,7 +309,7 @@ class _Run:
         while not self.text.stopped:
             logits = self._step("plain", self.text.token_ids[-1:])
             p = self.sampling.distribution(logits[0], self._history(self.text.token_ids[self.given_tokens :]))
-            self._stand([draw(p, self.generator)])
+            self._stand([draw(p, self.generator)], logits)
 
     def result(self) -> GenerateResult:
         """What `generate` returns."""
@@ -392,11 +407,11 @@ class _Run:
         self.notes.append(text)
         self.on_event(Note(text))
 
-    def _pass_over_draft(self, precision: Precision) -> tuple[Acceptance, list[Tensor]]:
+    def _pass_over_draft(self, precision: Precision) -> tuple[Acceptance, list[Tensor], Tensor]:
         """One pass over suffix and draft on the cache at this precision; what the draft left in it is overwritten.
 
-        It runs behind what is still to arrive. Returns what the acceptance rule says, and p [V] for each accepted token
-        and the one after them.
+        It runs behind what is still to arrive. Returns what the acceptance rule says; p [V] for each accepted token and
+        the one after them; and the logits [n + 1, V] of the positions before all n draft tokens and after them.
         """
         drafted = self.draft.token_ids
         if not self.arriving.complete(precision):
@@ -417,7 +432,7 @@ class _Run:
         outcome = accept(drafted, self.draft.q, p, self.generator)
         self._measure(logits=logits.nbytes + sum(row.nbytes for row in rows))
         self.cache.rollback(self.base + len(self.suffix_ids) + outcome.accepted)
-        return outcome, rows
+        return outcome, rows, logits
 
     def _count(self, drafted: int, accepted: int) -> None:
         """Keep the figures of a verification, and report what did not pass."""
@@ -456,8 +471,8 @@ class _Run:
         """Tokens a draft can reach: each stage adds its own and the correction of the one before."""
         return min(self.max_draft_tokens, 2 * (self.stage_tokens + 1))
 
-    def _stand(self, token_ids: Sequence[int]) -> None:
-        """Add tokens to the verified text, as far as it goes on."""
+    def _stand(self, token_ids: Sequence[int], logits: Tensor) -> None:
+        """Add tokens to the verified text, as far as it goes on. `logits` [n, V]: of the positions before them."""
         before, released = len(self.text.token_ids), ""
         for token in token_ids:
             if self.text.stopped:
@@ -467,7 +482,9 @@ class _Run:
         if stood:
             if self.first_verified_s is None:
                 self.first_verified_s = self._now()
-            self.on_event(Verified(stood, released))
+            top = self.top_logprobs
+            told = None if top is None else [logprobs(logits[i], token, top) for i, token in enumerate(stood)]
+            self.on_event(Verified(stood, released, told))
 
     def _history(self, new_ids: Sequence[int]) -> list[int]:
         """Ids of all tokens before the next one; not put together where sampling does not look at them."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lynxkv.errors import InputError, NonFiniteError
+from lynxkv.events import TokenLogprobs
 
 # The least positive option value that f32 arithmetic on logits bears.
 SMALLEST = 1e-6
@@ -93,6 +94,16 @@ class Sampling:
         before = ordered.cumsum(0) - ordered
         kept = torch.where(before < self.top_p, ordered, 0.0)
         return torch.zeros_like(probabilities).scatter(0, order, kept / kept.sum())
+
+
+def logprobs(logits: Tensor, token_id: int, top: int) -> TokenLogprobs:
+    """Log probabilities of a token and of the `top` likeliest, from the logits [V] of the position before it.
+
+    They are the model's own: no sampling option has a part in them.
+    """
+    values = logits.float().log_softmax(-1)
+    best, ids = values.topk(min(top, len(values)))
+    return TokenLogprobs(token_id, float(values[token_id]), list(zip(ids.tolist(), best.tolist(), strict=True)))
 
 
 def draw(probabilities: Tensor, generator: torch.Generator) -> int:

@@ -26,6 +26,7 @@ from lynxkv.events import (
     Rejected,
     ResidualProgress,
     Span,
+    TokenLogprobs,
     Verified,
 )
 from lynxkv.fetch import FetchOptions, SegmentStream, open_cache
@@ -314,6 +315,31 @@ def test_events_tell_the_story_and_add_up(llama: Model, url: str) -> None:
         done = [event.bytes for event in events if isinstance(event, progress)]
         assert done == sorted(done)
         assert done[-1] == total
+
+
+@pytest.mark.parametrize("options", [{"speculate": 6}, {"speculate": "off"}, {"sampling": Sampling(temperature=2.0)}])
+def test_log_probabilities_are_those_of_the_full_cache(llama: Model, url: str, options: dict[str, Any]) -> None:
+    """Before temperature, and of the refined cache: what drafts were proposed with has no part in them."""
+    make_cache(llama, url)
+    told: list[TokenLogprobs] = []
+
+    def on_event(event: Event) -> None:
+        told.extend(event.logprobs or () if isinstance(event, Verified) else ())
+
+    with open_cache(url) as reader:
+        got = generate(reader, llama, [5, 6], max_new_tokens=8, top_logprobs=3, on_event=on_event, **options)
+        plain: list[Event] = []
+        generate(reader, llama, [5, 6], max_new_tokens=2, on_event=plain.append)
+    assert next(event.logprobs for event in plain if isinstance(event, Verified)) is None
+    cache = LynxCache.load(url, llama, new_tokens=16)
+    logits = llama.step(cache, [5, 6, *got.token_ids[:-1]], rows=len(got.token_ids))
+    own = logits.log_softmax(-1)
+    assert [entry.token_id for entry in told] == got.token_ids
+    for entry, row in zip(told, own, strict=True):
+        assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-5)
+        best = row.topk(3)
+        assert [token for token, _ in entry.top] == best.indices.tolist()
+        assert [value for _, value in entry.top] == pytest.approx(best.values.tolist(), abs=1e-5)
 
 
 def test_times_and_bytes_are_plausible(llama: Model, url: str) -> None:

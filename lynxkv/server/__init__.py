@@ -4,11 +4,12 @@
     fields, requests, keys    what is asked for, read and checked; who asks
     service                   from a request to its answer, with
       names, catalog            names confined to the store; its index by prefix digests
-      prompts                   token ids
+      prompts, tokens           token ids, and what single ones stand for
       admission, worker         places and memory; one thread that generates, fair among those who wait
       hot, publishing           caches kept in memory; prompts encoded in the background
       uncached                  answers to prompts that no cache holds
-    outcome, answers, streams answers, in the forms of OpenAI's API, on their way to clients that may leave
+    outcome, answers, streams answers, in the forms of OpenAI's API, on their way to clients that may leave;
+      logprobs                  log probabilities of their tokens
     problems, responses       refusals, and JSON
     page, metrics, serving    the page at `/`; Prometheus; the process
 

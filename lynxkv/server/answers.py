@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,8 +19,10 @@ from lynxkv.events import (
     Rejected,
     ResidualProgress,
     Span,
+    TokenLogprobs,
     Verified,
 )
+from lynxkv.server.logprobs import Logprobs
 from lynxkv.server.outcome import Answer
 from lynxkv.server.requests import Kind
 
@@ -65,6 +67,7 @@ class Form:
 
     kind: Kind
     model: str
+    logprobs: Logprobs
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -73,7 +76,7 @@ class Form:
         text = answer.result.text
         content = {"message": {"role": "assistant", "content": text}} if self.kind == "chat" else {"text": text}
         return {
-            **self._head(OBJECTS[self.kind][0], [content], _finish(answer)),
+            **self._head(OBJECTS[self.kind][0], [content], _finish(answer), answer.logprobs),
             "usage": usage(answer),
             "lynx": summary(answer),
         }
@@ -84,11 +87,11 @@ class Form:
 
     def event(self, event: Event, *, draft: bool) -> dict[str, Any] | None:
         """The chunk that tells of an event: what it adds to the verified text, and all of it if `draft`."""
-        text = event.text if isinstance(event, Verified) else ""
-        if not text and not draft:
+        text, logprobs = (event.text, event.logprobs) if isinstance(event, Verified) else ("", None)
+        if not (text or logprobs or draft):
             return None
-        chunk = self._chunk(({"content": text} if text else {}) if self.kind == "chat" else text)
-        return {**chunk, "lynx": {"event": EVENT_NAMES[type(event)], **asdict(event)}} if draft else chunk
+        chunk = self._chunk(({"content": text} if text else {}) if self.kind == "chat" else text, logprobs=logprobs)
+        return {**chunk, "lynx": _told(event)} if draft else chunk
 
     def end(self, answer: Answer) -> dict[str, Any]:
         """The last chunk with a choice."""
@@ -99,18 +102,29 @@ class Form:
         """The chunk that tells the usage, if it is asked for."""
         return {**self._head(OBJECTS[self.kind][1], [], None), "usage": usage(answer)}
 
-    def _chunk(self, content: dict[str, Any] | str, finish: str | None = None) -> dict[str, Any]:
+    def _chunk(
+        self,
+        content: dict[str, Any] | str,
+        finish: str | None = None,
+        logprobs: Sequence[TokenLogprobs] | None = None,
+    ) -> dict[str, Any]:
         part = {"delta": content} if self.kind == "chat" else {"text": content}
-        return self._head(OBJECTS[self.kind][1], [part], finish)
+        return self._head(OBJECTS[self.kind][1], [part], finish, logprobs)
 
-    def _head(self, name: str, contents: list[dict[str, Any]], finish: str | None) -> dict[str, Any]:
+    def _head(
+        self,
+        name: str,
+        contents: list[dict[str, Any]],
+        finish: str | None,
+        logprobs: Sequence[TokenLogprobs] | None = None,
+    ) -> dict[str, Any]:
         return {
             "id": f"{PREFIXES[self.kind]}-{self.id}",
             "object": name,
             "created": self.created,
             "model": self.model,
             "choices": [
-                {"index": number, **content, "logprobs": None, "finish_reason": finish}
+                {"index": number, **content, "logprobs": self.logprobs.told(logprobs), "finish_reason": finish}
                 for number, content in enumerate(contents)
             ],
         }
@@ -132,6 +146,12 @@ def summary(answer: Answer) -> dict[str, Any]:
     figures = {name: getattr(answer.result, name) for name in FIGURES}
     names = ("source", "cache", "cached_tokens", "load_failure")
     return {**{name: getattr(answer, name) for name in names}, **figures}
+
+
+def _told(event: Event) -> dict[str, Any]:
+    """An event as it is; log probabilities have a place of their own."""
+    fields = {name: value for name, value in asdict(event).items() if name != "logprobs"}
+    return {"event": EVENT_NAMES[type(event)], **fields}
 
 
 def _finish(answer: Answer) -> str:

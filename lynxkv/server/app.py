@@ -17,7 +17,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from lynxkv.server.answers import Form
 from lynxkv.server.fields import parse
 from lynxkv.server.hosts import OwnHosts, is_loopback
 from lynxkv.server.keys import Caller
@@ -139,7 +138,7 @@ class Api:
             if not ask.stream:
                 answer = await until_gone(request.receive, service.answer(ask, caller, lambda event: None))
                 settled(answer)
-                return json_response(Form(kind=kind, model=ask.model).whole(answer))
+                return json_response(service.form(ask).whole(answer))
             running = Running(service, ask, caller, settled=settled, refused=failed)
             try:
                 return EventStream(await until_gone(request.receive, running.first()), running)

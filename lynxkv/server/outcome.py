@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lynxkv.events import GenerateResult
+from lynxkv.events import GenerateResult, TokenLogprobs
 
 Source = Literal["cache", "prefill", "recompute"]
 
@@ -18,6 +19,7 @@ class Answer:
         source: "cache"; "prefill" if no cache was used; "recompute" if one could not be loaded.
         cache: the name of the cache, if there was one.
         load_failure: the code of what went wrong when it was loaded.
+        logprobs: of the tokens of the answer, where they were asked for.
     """
 
     result: GenerateResult
@@ -26,3 +28,4 @@ class Answer:
     cached_tokens: int
     prompt_tokens: int
     load_failure: str | None = None
+    logprobs: Sequence[TokenLogprobs] | None = None

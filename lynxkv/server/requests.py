@@ -15,6 +15,7 @@ from lynxkv.server.problems import Refusal
 Kind = Literal["chat", "completion"]
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 MAX_STOPS = 16
+MAX_TOP_LOGPROBS = 20
 DEFAULT_COMPLETION_TOKENS = 16
 # Fields of OpenAI's API that say nothing on the answer itself.
 LABELS = (
@@ -30,8 +31,6 @@ LABELS = (
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
-    "logprobs": (False, 0),
-    "top_logprobs": (0,),
     "echo": (False,),
     "suffix": ("",),
     "frequency_penalty": (0,),
@@ -64,6 +63,7 @@ class Ask:
         on_failure: what to do when the cache cannot be loaded; None: what the server does.
         draft: the caller wants to be told of drafts, of what becomes of them, and of the run.
         max_new_tokens: None: as many as the server allows.
+        top_logprobs: tell the log probability of each token, and of so many likeliest ones; None: of none.
     """
 
     kind: Kind
@@ -78,6 +78,7 @@ class Ask:
     max_new_tokens: int | None
     stop: tuple[str, ...]
     sampling: Sampling
+    top_logprobs: int | None
 
 
 def read_request(kind: Kind, content: dict[str, Any], *, max_new_tokens: int) -> Ask:
@@ -116,6 +117,7 @@ def read_request(kind: Kind, content: dict[str, Any], *, max_new_tokens: int) ->
         max_new_tokens=limit,
         stop=_stop(fields),
         sampling=_sampling(fields),
+        top_logprobs=_top_logprobs(kind, fields),
     )
     for name, allowed in NEUTRAL.items():
         fields.only(name, *allowed)
@@ -193,6 +195,17 @@ def _stop(fields: Fields) -> tuple[str, ...]:
     if not all(texts):
         fields.refuse("stop", "has an empty text")
     return tuple(fields.check_text("stop", text) for text in texts)
+
+
+def _top_logprobs(kind: Kind, fields: Fields) -> int | None:
+    """A completion says how many it wants; a chat that it wants some, and then how many beside the token's own."""
+    if kind == "completion":
+        return fields.integer("logprobs", least=0, most=MAX_TOP_LOGPROBS)
+    wanted = fields.flag("logprobs")
+    top = fields.integer("top_logprobs", least=0, most=MAX_TOP_LOGPROBS)
+    if top and not wanted:
+        fields.refuse("top_logprobs", "needs logprobs: true")
+    return (top or 0) if wanted else None
 
 
 def _sampling(fields: Fields) -> Sampling:

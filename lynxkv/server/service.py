@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from lynxkv.errors import FormatError, IdentityError, LynxError, StoreError
-from lynxkv.events import Drafted, Event, Note, Rejected, Verified
+from lynxkv.events import Drafted, Event, Note, Rejected, TokenLogprobs, Verified
 from lynxkv.fetch import CacheReader, FetchOptions, open_cache_async
 from lynxkv.identity import check_identity
 from lynxkv.integrations.hf import Model
@@ -22,9 +22,11 @@ from lynxkv.layout import Identity
 from lynxkv.pace import Pace
 from lynxkv.runner import generate
 from lynxkv.server.admission import Places, check_memory, run_bytes
+from lynxkv.server.answers import Form
 from lynxkv.server.catalog import Catalog, Entry
 from lynxkv.server.hot import HotCaches
 from lynxkv.server.keys import Caller, Keys
+from lynxkv.server.logprobs import Logprobs
 from lynxkv.server.metrics import Metrics
 from lynxkv.server.names import cache_url
 from lynxkv.server.options import ServeOptions
@@ -33,6 +35,7 @@ from lynxkv.server.problems import Refusal, refusal_of
 from lynxkv.server.prompts import Prompts
 from lynxkv.server.publishing import Publisher, whole_blocks
 from lynxkv.server.requests import Ask
+from lynxkv.server.tokens import TokenBytes
 from lynxkv.server.uncached import generate_uncached
 from lynxkv.server.worker import Cancellation, Worker
 from lynxkv.store import Link
@@ -62,6 +65,7 @@ class Service:
         self.hot = HotCaches(options.hot_bytes, self._reading)
         self._publisher = Publisher(self.catalog, self.metrics.published)
         self._worker = Worker()
+        self.token_bytes = TokenBytes(model.tokenizer)
         self._prompts = Prompts(model.tokenizer, options.max_prompt_tokens)
         self._refreshing: asyncio.Task[None] | None = None
         # What drafts have taught, by codec.
@@ -100,16 +104,21 @@ class Service:
             Refusal: it cannot be answered, there are too many others, or it took too long.
             LynxError: the cache cannot be used.
         """
+        told = _Told(emit, asyncio.get_running_loop())
         with self.places.take(caller.name):
             try:
                 async with asyncio.timeout(self.options.deadline_s):
-                    answer = await self._answer(ask, caller, emit)
+                    answer = await self._answer(ask, caller, told)
             except TimeoutError as error:
                 raise Refusal(
                     f"no answer within {self.options.deadline_s:g} s", status=504, code="deadline_exceeded"
                 ) from error
         self.metrics.answer(answer)
-        return answer
+        return answer if ask.top_logprobs is None else replace(answer, logprobs=told.logprobs)
+
+    def form(self, ask: Ask) -> Form:
+        """The form of the answer to a request."""
+        return Form(kind=ask.kind, model=ask.model, logprobs=Logprobs(ask.kind, self.token_bytes))
 
     async def start(self) -> None:
         """Start to list the store, again and again."""
@@ -136,9 +145,8 @@ class Service:
         self._prompts.close()
         self._reading.shutdown(wait=False)
 
-    async def _answer(self, ask: Ask, caller: Caller, emit: Emit) -> Answer:
+    async def _answer(self, ask: Ask, caller: Caller, told: _Told) -> Answer:
         began_at = time.perf_counter()
-        told = _Told(emit, asyncio.get_running_loop())
         if ask.cache is not None:
             url = self._url_of(ask.cache, caller)
             return await self._from_cache(ask, caller, ask.cache, url, None, told, began_at)
@@ -226,6 +234,7 @@ class Service:
             max_new_tokens=self._new_tokens(ask),
             sampling=ask.sampling,
             stop=ask.stop,
+            top_logprobs=ask.top_logprobs,
             pace=self._paces[reader.header.codec_name],
             on_event=_checking(emit, cancellation),
         )
@@ -259,6 +268,7 @@ class Service:
             max_new_tokens=self._new_tokens(ask),
             sampling=ask.sampling,
             stop=ask.stop,
+            top_logprobs=ask.top_logprobs,
             on_event=_checking(emit, cancellation),
             began_at=began_at,
             keep_tokens=whole_blocks(len(prompt_ids)) if self.options.publish and failed is None else 0,
@@ -317,6 +327,7 @@ class _Told:
         self._emit, self._loop = emit, loop
         self._drafted: list[Drafted] = []
         self.verified = False
+        self.logprobs: list[TokenLogprobs] = []
 
     def emit(self, event: Event) -> None:
         """Tell of an event, from any thread."""
@@ -324,6 +335,7 @@ class _Told:
             self._drafted.append(event)
         elif isinstance(event, Verified):
             self.verified, self._drafted = True, []
+            self.logprobs.extend(event.logprobs or ())
         self._loop.call_soon_threadsafe(self._emit, event)
 
     def retract(self, why: str) -> None:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from lynxkv.events import Event
-from lynxkv.server.answers import LAST_EVENT, Form, as_event
+from lynxkv.server.answers import LAST_EVENT, as_event
 from lynxkv.server.keys import Caller
 from lynxkv.server.outcome import Answer
 from lynxkv.server.problems import Refusal
@@ -63,7 +63,7 @@ class Running:
         refused: Callable[[Exception], Refusal],
     ) -> None:
         self._settled, self._refused = settled, refused
-        self._ask, self._form = ask, Form(kind=ask.kind, model=ask.model)
+        self._ask, self._form = ask, service.form(ask)
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()
         self._task = asyncio.create_task(service.answer(ask, caller, self._events.put_nowait))
         self._task.add_done_callback(lambda task: self._events.put_nowait(None))

@@ -11,7 +11,7 @@ from lynxkv.errors import InputError
 from lynxkv.events import Event, GenerateResult, Phase, Span, Verified
 from lynxkv.kv import KV
 from lynxkv.models import CHUNK_TOKENS, DecoderModel, check_prompt
-from lynxkv.sampling import Sampling, draw
+from lynxkv.sampling import Sampling, draw, logprobs
 from lynxkv.text import GrowingText
 
 
@@ -22,6 +22,7 @@ def generate_uncached(
     max_new_tokens: int,
     sampling: Sampling,
     stop: Sequence[str] = (),
+    top_logprobs: int | None = None,
     on_event: Callable[[Event], None] = lambda event: None,
     began_at: float | None = None,
     keep_tokens: int = 0,
@@ -30,6 +31,7 @@ def generate_uncached(
     """Answer `prompt_ids` as the model does without any cache; the text is that of the original.
 
     Args:
+        top_logprobs: as for `generate`.
         began_at: what times count from, on `time.perf_counter`; now by default.
         keep_tokens: `keep` is given the KV of so many first tokens, once they have been run. It shares the run's memory
             and stands until `keep` returns.
@@ -73,7 +75,8 @@ def generate_uncached(
         token = draw(sampling.distribution(logits, history), generator)
         released = text.add(token)
         first_s = now() if first_s is None else first_s
-        on_event(Verified([token], released))
+        told = None if top_logprobs is None else [logprobs(logits, token, top_logprobs)]
+        on_event(Verified([token], released, told))
     assert text.stopped is not None
     assert first_s is not None
     return GenerateResult(

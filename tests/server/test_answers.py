@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import openai
 import pytest
 
 import lynxkv
+from lynxkv.events import Event, TokenLogprobs, Verified
 from lynxkv.integrations.hf import Model, conversation, open_turn, suffix
 from lynxkv.server.uncached import generate_uncached
 from tests.server.conftest import DOCUMENT, QUESTION
@@ -179,6 +181,85 @@ def test_a_stop_text_ends_the_answer(server: Running, model: Model, store: Path)
     )
     assert answer.choices[0].message.content == whole[: whole.find(stop)]
     assert answer.choices[0].finish_reason == "stop"
+
+
+def own_logprobs(model: Model, store: Path, ids: list[int], tokens: int) -> list[TokenLogprobs]:
+    """Of the serial answer, without speculation."""
+    told: list[TokenLogprobs] = []
+
+    def on_event(event: Event) -> None:
+        told.extend(event.logprobs or () if isinstance(event, Verified) else ())
+
+    expected(model, store, ids, max_new_tokens=tokens, top_logprobs=2, on_event=on_event)
+    return told
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_log_probabilities_of_a_chat(server: Running, model: Model, store: Path, draft: bool) -> None:
+    options: Any = {
+        "model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 8, "logprobs": True, "top_logprobs": 2
+    }  # fmt: skip
+    told = own_logprobs(model, store, suffix(model.tokenizer, QUESTION), 8)
+    whole = server.client.chat.completions.create(**options, extra_body=CACHE)
+    chunks = server.client.chat.completions.create(
+        **options, stream=True, extra_body={"lynx": {**CACHE["lynx"], "draft": draft}}
+    )
+    streamed = [
+        entry
+        for chunk in chunks
+        for choice in chunk.choices
+        for entry in (choice.logprobs.content or [] if choice.logprobs else [])
+    ]
+    assert whole.choices[0].logprobs is not None
+    content = whole.choices[0].logprobs.content
+    assert content is not None
+    for found in (content, streamed):
+        # The text of a token is spelled without what joins it to others.
+        assert [entry.token for entry in found] == [spelled(model, item.token_id) for item in told]
+        assert [entry.logprob for entry in found] == pytest.approx([item.logprob for item in told], abs=1e-5)
+        assert [bytes(entry.bytes or ()).decode() for entry in found] == [entry.token for entry in found]
+        tops = [top for entry in found for top in entry.top_logprobs]
+        assert [top.token for top in tops] == [spelled(model, token) for item in told for token, _ in item.top]
+        assert [top.logprob for top in tops] == pytest.approx([v for item in told for _, v in item.top], abs=1e-5)
+    none = server.client.chat.completions.create(**{**options, "top_logprobs": 0}, extra_body=CACHE)
+    assert none.choices[0].logprobs is not None
+    assert [entry.top_logprobs for entry in none.choices[0].logprobs.content or []] == [[]] * len(told)
+    without = server.client.chat.completions.create(
+        **{**options, "logprobs": None, "top_logprobs": None}, extra_body=CACHE
+    )
+    assert without.choices[0].logprobs is None
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_log_probabilities_of_a_completion(server: Running, model: Model, store: Path, cached: bool) -> None:
+    options: Any = {
+        "model": MODEL, "prompt": "w11 w12", "temperature": 1.5, "seed": 3, "max_tokens": 8, "logprobs": 1,
+        "extra_body": CACHE if cached else {},
+    }  # fmt: skip
+    whole = server.client.completions.create(**options).choices[0].logprobs
+    assert whole is not None
+    assert whole.tokens is not None
+    assert whole.token_logprobs is not None
+    assert whole.top_logprobs is not None
+    ends = itertools.accumulate(map(len, whole.tokens), initial=0)
+    assert whole.text_offset == list(ends)[:-1]
+    for token, value, top in zip(whole.tokens, whole.token_logprobs, whole.top_logprobs, strict=True):
+        # The likeliest one, and the token that was drawn.
+        assert top[token] == value <= max(top.values()) <= 0
+        assert len(top) == 1 + (value < max(top.values()))
+    pieces = [
+        chunk.choices[0].logprobs for chunk in server.client.completions.create(**options, stream=True) if chunk.choices
+    ]
+    told = [piece for piece in pieces if piece is not None]
+    joined = {name: [item for piece in told for item in getattr(piece, name)] for name in type(whole).model_fields}
+    if not cached:  # how far a draft gets depends on the time, and with it what the seed gives
+        assert joined == whole.model_dump()
+    offsets = itertools.accumulate(map(len, joined["tokens"]), initial=0)
+    assert joined["text_offset"] == list(offsets)[:-1]
+
+
+def spelled(model: Model, token_id: int) -> str:
+    return str(model.tokenizer.convert_ids_to_tokens(token_id))
 
 
 def test_a_seed_repeats_a_sampled_text(server: Running) -> None:

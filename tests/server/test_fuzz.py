@@ -18,7 +18,7 @@ from lynxkv.server.responses import refused
 T = TypeVar("T")
 NAMES = (
     "model", "messages", "prompt", "lynx", "stream", "stream_options", "stop", "max_tokens", "max_completion_tokens",
-    "temperature", "top_p", "seed", *NEUTRAL, *LABELS,
+    "temperature", "top_p", "seed", "logprobs", "top_logprobs", *NEUTRAL, *LABELS,
 )  # fmt: skip
 TEXT = st.text(st.characters(), max_size=8) | st.sampled_from(["user", "system", "error", "recompute", "\ud800", "\0"])
 LEAF = st.none() | st.booleans() | st.integers() | st.floats() | TEXT

@@ -76,7 +76,9 @@ def refused(server: Running, body: Any, status: int, code: str, **options: Any) 
         ({"stop": 3}, "invalid_value", "stop"),
         ({"stream": "yes"}, "invalid_value", "stream"),
         ({"n": 2}, "unsupported_value", "n"),
-        ({"logprobs": True}, "unsupported_value", "logprobs"),
+        ({"logprobs": 2}, "invalid_value", "logprobs"),
+        ({"top_logprobs": 2}, "invalid_value", "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "invalid_value", "top_logprobs"),
         ({"tools": [{"type": "function"}]}, "unsupported_value", "tools"),
         ({"temprature": 0}, "unknown_parameter", "temprature"),
         ({"\ud800": 0}, "unknown_parameter", None),
@@ -124,6 +126,11 @@ def test_limits_and_routes(server: Running) -> None:
     refused(server, {"model": "org/tiny", "prompt": ""}, 400, "invalid_value", path="/v1/completions")
     refused(server, {"model": "org/tiny", "prompt": [99]}, 400, "invalid_value", path="/v1/completions")
     refused(server, {"model": "org/tiny", "prompt": ["a", "b"]}, 400, "unsupported_value", path="/v1/completions")
+    for change in ({"logprobs": True}, {"logprobs": 21}, {"logprobs": -1}):
+        body = {"model": "org/tiny", "prompt": "w7", **change}
+        assert refused(server, body, 400, "invalid_value", path="/v1/completions")["param"] == "logprobs"
+    body = {"model": "org/tiny", "prompt": "w7", "top_logprobs": 1}
+    refused(server, body, 400, "unknown_parameter", path="/v1/completions")
 
 
 HOSTILE = [
