@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,19 @@ ResidualUrl = Annotated[
     str | None,
     typer.Option(metavar="URL", help="Where the Residual is, if it was written with encode --residual-out."),
 ]
+CacheDir = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", envvar="LYNXKV_CACHE_DIR", help="Keep what is fetched from other machines in this folder."
+    ),
+]
+CacheMaxBytes = Annotated[
+    str,
+    typer.Option(
+        metavar="SIZE", envvar="LYNXKV_CACHE_MAX_BYTES", help="What it may take; the least lately used is dropped."
+    ),
+]
+CACHE_MAX_BYTES = "16GiB"
 Model = Annotated[
     str | None,
     typer.Option(
@@ -34,6 +48,7 @@ Model = Annotated[
     ),
 ]
 
+BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 LINK_FORM = "write it like 200mbit or 1gbit/20ms"
 # More than any model's context holds, and little enough that an endless file or pipe does no harm.
 MAX_TEXT_BYTES = 64 << 20
@@ -111,3 +126,11 @@ def parse_speculate(value: str) -> Literal["auto", "off"] | int:
         return int(value)
     hint = "use auto, off, or a number of draft tokens from 1 to 4096"
     raise UsageProblem(f"{value!r} is not a way to speculate", hint=hint)
+
+
+def parse_size(text: str) -> int:
+    """Bytes from `500MB`, `100GB`, `1.5TB`; KiB, MiB, GiB, TiB count in powers of 1,024."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
+    if match is None:
+        raise UsageProblem(f"cannot read the size {text!r}", hint="write it like 500MB, 100GB or 64GiB")
+    return int(float(match[1]) * BYTES[match[2] or ""])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from lynxkv_cli._options import Json, Quiet, ResidualUrl, Url
+from lynxkv_cli._options import CACHE_MAX_BYTES, CacheDir, CacheMaxBytes, Json, Quiet, ResidualUrl, Url, parse_size
 from lynxkv_cli._output import Output, size
 
 if TYPE_CHECKING:
@@ -15,16 +15,27 @@ HELP = """Example: lynxkv check readme.lynx
 
 Read all of a cache and check structure, checksums and the binding of its two shards.
 
-Exit code 0 says that the cache is whole; what is wrong is named otherwise.
+Exit code 0 says that the cache is whole; what is wrong is named otherwise. All is read from the store itself;
+with --cache-dir what was read is kept there for commands that load.
 """
 
 
-def check(url: Url, residual_url: ResidualUrl = None, as_json: Json = False, quiet: Quiet = False) -> None:
+def check(
+    url: Url,
+    residual_url: ResidualUrl = None,
+    cache_dir: CacheDir = None,
+    cache_max_bytes: CacheMaxBytes = CACHE_MAX_BYTES,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
     """Check the cache at `url`."""
     import lynxkv
 
     output = Output.of(as_json=as_json, quiet=quiet)
-    report = lynxkv.check(url, options=lynxkv.FetchOptions(residual_url=residual_url))
+    options = lynxkv.FetchOptions(
+        residual_url=residual_url, cache_dir=cache_dir, cache_max_bytes=parse_size(cache_max_bytes)
+    )
+    report = lynxkv.check(url, options=options)
     output.result(asdict(report))
     if not quiet:
         lines = [f"{report.url}: whole, {report.tokens} tokens, {report.segments} segments, {size(report.bytes)}"]

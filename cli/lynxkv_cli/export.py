@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from lynxkv.choices import Precision, ResidualPolicy
-from lynxkv_cli._options import Json, Quiet, ResidualUrl, Url
+from lynxkv_cli._options import CACHE_MAX_BYTES, CacheDir, CacheMaxBytes, Json, Quiet, ResidualUrl, Url, parse_size
 from lynxkv_cli._output import Output, size
 
 HELP = """Example: lynxkv export readme.lynx --out readme.safetensors
@@ -27,6 +27,8 @@ def export(
     if_residual_unavailable: Annotated[
         ResidualPolicy, typer.Option(help="anchor-only exports the Anchor's values then, and says so.")
     ] = "error",
+    cache_dir: CacheDir = None,
+    cache_max_bytes: CacheMaxBytes = CACHE_MAX_BYTES,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there already.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -35,7 +37,12 @@ def export(
     import lynxkv
 
     output = Output.of(as_json=as_json, quiet=quiet)
-    options = lynxkv.FetchOptions(residual_url=residual_url, if_residual_unavailable=if_residual_unavailable)
+    options = lynxkv.FetchOptions(
+        residual_url=residual_url,
+        if_residual_unavailable=if_residual_unavailable,
+        cache_dir=cache_dir,
+        cache_max_bytes=parse_size(cache_max_bytes),
+    )
     report = lynxkv.export(url, out, precision=precision, overwrite=force, options=options)
     if report.precision != precision:
         output.note(f"the Residual is not to be had: values have {report.precision} precision")

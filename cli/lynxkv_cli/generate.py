@@ -13,7 +13,20 @@ import typer
 from lynxkv.choices import ResidualPolicy, TransportName, Verify
 from lynxkv.plotting import check_plot, check_writable
 from lynxkv_cli._errors import FAILED, UsageProblem
-from lynxkv_cli._options import Json, Model, Quiet, ResidualUrl, Url, parse_link, parse_speculate, read_text
+from lynxkv_cli._options import (
+    CACHE_MAX_BYTES,
+    CacheDir,
+    CacheMaxBytes,
+    Json,
+    Model,
+    Quiet,
+    ResidualUrl,
+    Url,
+    parse_link,
+    parse_size,
+    parse_speculate,
+    read_text,
+)
 from lynxkv_cli._output import Output, can_style, seconds, size
 
 if TYPE_CHECKING:
@@ -79,6 +92,8 @@ def generate(
     if_residual_unavailable: Annotated[
         ResidualPolicy, typer.Option(help="anchor-only decodes on the Anchor alone then, and says so.")
     ] = "error",
+    cache_dir: CacheDir = None,
+    cache_max_bytes: CacheMaxBytes = CACHE_MAX_BYTES,
     prove: Annotated[
         bool, typer.Option("--prove", help="Decode again without speculation, and compare; for greedy texts.")
     ] = False,
@@ -95,6 +110,7 @@ def generate(
     output = Output.of(as_json=as_json, quiet=quiet)
     simulated = parse_link(link)
     drafts = parse_speculate(speculate)
+    disk_bytes = parse_size(cache_max_bytes)
     if stop and not all(stop):
         raise UsageProblem("a --stop text is empty", hint="give the text to end before, or leave --stop out")
     if prove and (temperature or repetition_penalty != 1):
@@ -108,7 +124,11 @@ def generate(
     from lynxkv.fetch import CacheReader
 
     options = lynxkv.FetchOptions(
-        transport=transport, residual_url=residual_url, if_residual_unavailable=if_residual_unavailable
+        transport=transport,
+        residual_url=residual_url,
+        if_residual_unavailable=if_residual_unavailable,
+        cache_dir=cache_dir,
+        cache_max_bytes=disk_bytes,
     )
     with CacheReader(url, options=options, header_only=True) as reader:
         identity = reader.header.identity

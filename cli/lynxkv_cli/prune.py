@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from lynxkv_cli._errors import UsageProblem
-from lynxkv_cli._options import Json, Quiet
+from lynxkv_cli._options import Json, Quiet, parse_size
 from lynxkv_cli._output import Output, size
 
 HELP = """Example: lynxkv prune . --older-than 30d --max-bytes 100GB
@@ -22,7 +22,6 @@ With --dry-run nothing is removed at all, only said.
 """
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def prune(
@@ -61,11 +60,3 @@ def parse_age(text: str) -> float:
     if match is None:
         raise UsageProblem(f"cannot read the age {text!r}", hint="write it like 90s, 15m, 12h, 30d or 2w")
     return float(match[1]) * SECONDS[match[2]]
-
-
-def parse_size(text: str) -> int:
-    """Bytes from `500MB`, `100GB`, `1.5TB`; KiB, MiB, GiB, TiB count in powers of 1,024."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
-    if match is None:
-        raise UsageProblem(f"cannot read the size {text!r}", hint="write it like 500MB, 100GB or 64GiB")
-    return int(float(match[1]) * BYTES[match[2] or ""])

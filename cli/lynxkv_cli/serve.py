@@ -11,7 +11,7 @@ import typer
 from lynxkv.choices import OnFailure
 from lynxkv.errors import InputError
 from lynxkv_cli._errors import UsageProblem
-from lynxkv_cli._options import Json, Model, Quiet, parse_link
+from lynxkv_cli._options import CACHE_MAX_BYTES, CacheDir, CacheMaxBytes, Json, Model, Quiet, parse_link, parse_size
 from lynxkv_cli._output import Output
 
 HELP = """Example: lynxkv serve . --model smollm2
@@ -47,6 +47,8 @@ def serve(
     hot: Annotated[
         int, typer.Option(metavar="MIB", min=0, help="Memory for caches that were used lately, of remote stores.")
     ] = 1024,
+    cache_dir: CacheDir = None,
+    cache_max_bytes: CacheMaxBytes = CACHE_MAX_BYTES,
     refresh: Annotated[float, typer.Option(metavar="SECONDS", help="How often the store is listed.")] = 30.0,
     publish: Annotated[
         bool, typer.Option("--publish", help="Encode and publish prompts that no cache held, in the background.")
@@ -80,6 +82,8 @@ def serve(
         drain_s=drain,
         memory_bytes=memory << 20,
         hot_bytes=hot << 20,
+        cache_dir=cache_dir,
+        cache_max_bytes=parse_size(cache_max_bytes),
         refresh_s=refresh,
         publish=publish,
         on_failure=on_failure,

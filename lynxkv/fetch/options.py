@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import get_args
 
@@ -18,6 +19,7 @@ LAST_RANGE_BYTES = 512 << 10
 MAX_REQUEST_BYTES = 4 << 20
 # Memory that segments may take which were asked for and not handed out yet.
 WINDOW_BYTES = 32 << 20
+CACHE_MAX_BYTES = 16 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,9 @@ class FetchOptions:
             names such a place: only who reads it does.
         if_residual_unavailable: "error", or "anchor-only": what is loaded then has the Anchor's precision and says so.
             A Residual that is damaged or belongs to another encode is an error always.
+        cache_dir: a folder of this machine's disk that keeps what is fetched from other machines, and is read instead
+            the next time. Opening still asks the store for the Anchor's head, and notices whether it was replaced.
+        cache_max_bytes: what that folder may take; what was used least lately is dropped.
     """
 
     transport: TransportName | Transport = "auto"
@@ -46,6 +51,8 @@ class FetchOptions:
     attempts: int = 4
     residual_url: Url | None = None
     if_residual_unavailable: ResidualPolicy = "error"
+    cache_dir: str | os.PathLike[str] | None = None
+    cache_max_bytes: int = CACHE_MAX_BYTES
 
     def __post_init__(self) -> None:
         if not 1 <= self.concurrency <= 256:
@@ -56,6 +63,8 @@ class FetchOptions:
             raise InputError(
                 f"if_residual_unavailable is {self.if_residual_unavailable!r}", hint="use error or anchor-only"
             )
+        if self.cache_max_bytes < 1:
+            raise InputError(f"cache_max_bytes is {self.cache_max_bytes}", hint="give bytes above 0")
         limits = (self.stall_s, self.request_timeout_s, 1.0 if self.deadline_s is None else self.deadline_s)
         if not all(seconds > 0 for seconds in limits):
             raise InputError("a time limit is not positive", hint="time limits are seconds above 0")

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lynxkv.errors import BindingError, CacheNotFoundError, ChecksumError, FetchError, FormatError, TruncatedError
+from lynxkv.fetch.disk_cache import DiskCache, ShardCopy
 from lynxkv.fetch.head import Front, read_head
 from lynxkv.fetch.options import FetchOptions
 from lynxkv.fetch.ranges import Fetched, RangeReader
@@ -57,6 +59,9 @@ class CacheReader:
         self.url = self.store.url
         self.options = options or FetchOptions()
         self._header_only = header_only
+        # Of shards on other machines, on this one's disk.
+        self._disk: DiskCache | None = None
+        self._copies: dict[str, ShardCopy] = {}
         self._scheduler = Scheduler(self.options.concurrency, what=self.url)
         transport = transport_for(self.store, self.options.transport, self._scheduler.workers)
         self._ranges = self._residual_ranges = RangeReader(self.url, transport, self.options, link)
@@ -67,6 +72,8 @@ class CacheReader:
         # Why the Residual could not be fetched, once that is known.
         self.residual_problem: str | None = None
         try:
+            if self.options.cache_dir is not None and not header_only:
+                self._disk = DiskCache(Path(self.options.cache_dir), self.options.cache_max_bytes)
             self._front = self._start_front(ANCHOR_NAME)
             self.header, self.anchor_head = self._scheduler.submit(Lane.ANCHOR, self._anchor_head).result()
         except BaseException:
@@ -94,8 +101,8 @@ class CacheReader:
         return self._stream(ANCHOR_NAME, self.anchor_head, wanted)
 
     def stream_segments(self, name: str, head: ShardHead) -> SegmentStream:
-        """All segments of one shard, whose head has been read."""
-        return self._stream(name, head, head.segments)
+        """All segments of one shard, whose head has been read, as the store has them."""
+        return self._stream(name, head, head.segments, from_disk=False)
 
     def read(self, name: str, start: int, stop: int) -> bytes:
         """Bytes [start, stop) of a shard, unchecked.
@@ -125,18 +132,18 @@ class CacheReader:
             StoreError: the reader is closed.
         """
         ref = self._residual()
-        front = self._start_front(ref.name)
+        head = self._kept_residual_head(ref)
+        front = self._start_front(ref.name) if head is None else None
 
         async def open_shard() -> OpenedShard:
-            head = await self._residual_head(ref.name, front)
-            return head, [item for item in head.segments if exact or item.plan.part != "exact"]
+            opened = head or await self._residual_head(ref.name, front)
+            return opened, [item for item in opened.segments if exact or item.plan.part != "exact"]
 
         opened = self._scheduler.submit(Lane.RESIDUAL, open_shard)
-        submit = partial(self._submit_segments, ref.name, front)
-        return SegmentStream(opened, submit, concurrency=self.options.concurrency)
+        return self._stream_of(ref.name, opened, front)
 
     def read_residual_head(self) -> ShardHead:
-        """Header and index of the Residual.
+        """Header and index of the Residual, as the store has them.
 
         Raises:
             CacheNotFoundError: the object is missing.
@@ -166,6 +173,8 @@ class CacheReader:
         self._scheduler.close()
         self._ranges.transport.close()
         self._residual_ranges.transport.close()
+        if self._disk is not None:
+            self._disk.close()
 
     def __enter__(self) -> Self:
         return self
@@ -188,18 +197,30 @@ class CacheReader:
             return payload.raw
         return None
 
-    def _stream(self, name: str, head: ShardHead, wanted: Sequence[Segment]) -> SegmentStream:
+    def _stream(
+        self, name: str, head: ShardHead, wanted: Sequence[Segment], *, from_disk: bool = True
+    ) -> SegmentStream:
         self._scheduler.check_open()
         opened: Future[OpenedShard] = Future()
         opened.set_result((head, wanted))
-        front = self._front if name == ANCHOR_NAME else None
+        return self._stream_of(name, opened, self._front if name == ANCHOR_NAME else None, from_disk=from_disk)
+
+    def _stream_of(
+        self, name: str, opened: Future[OpenedShard], front: Front | None, *, from_disk: bool = True
+    ) -> SegmentStream:
+        def kept(segment: Segment) -> bool:
+            return from_disk and name in self._copies and self._copies[name].holds(segment)
+
         submit = partial(self._submit_segments, name, front)
-        return SegmentStream(opened, submit, concurrency=self.options.concurrency)
+        return SegmentStream(opened, submit, concurrency=self.options.concurrency, kept=kept)
 
     def _start_front(self, name: str) -> Front:
         """Ask for the first bytes of a shard whose head is not known yet."""
-        is_remote = self._ranges_of(name).transport.is_remote
-        stop = (AHEAD if is_remote and not self._header_only else 1) * FIRST_READ_BYTES
+        ranges = self._ranges_of(name)
+        ahead = ranges.transport.is_remote and not self._header_only
+        if ahead and self._disk is not None and self._disk.has(f"{ranges.url}/{name}"):
+            ahead = False  # the head will show whether the copy on disk is of the same content; mostly it is
+        stop = (AHEAD if ahead else 1) * FIRST_READ_BYTES
         return Front([self._submit_range(name, at, at + FIRST_READ_BYTES) for at in range(0, stop, FIRST_READ_BYTES)])
 
     async def _anchor_head(self) -> tuple[CacheHeader, ShardHead]:
@@ -207,15 +228,51 @@ class CacheReader:
         header, head = await self._read_head(ANCHOR_NAME, self._front, parse)
         if header.residual is not None:
             await self._residual_ranges.transport.keep(header.residual.name)
+        if (copy := await self._scheduler.compute(self._copy, ANCHOR_NAME, head.header_sha256)) is not None:
+            copy.expect(head)
         return header, head
 
+    def _kept_residual_head(self, ref: ResidualRef) -> ShardHead | None:
+        """The Residual's head from its copy on disk."""
+        copy = self._copy(ref.name, ref.header_sha256)
+        data = copy.head() if copy is not None else None
+        if copy is None or data is None:
+            return None
+        try:
+            head = self._parse_residual(ref.name, lambda start, stop: data[start:stop], ref.bytes)
+        except FormatError:
+            copy.drop()
+            return None
+        return head if copy.expect(head) else None
+
+    def _copy(self, name: str, header_sha256: str) -> ShardCopy | None:
+        """The copy of a shard on disk, which may be empty; None if this reader, or this store, has none."""
+        ranges = self._ranges_of(name)
+        if self._disk is None or not ranges.transport.is_remote:
+            return None
+        if name not in self._copies:
+            self._copies[name] = self._disk.copy(f"{ranges.url}/{name}", header_sha256)
+        return self._copies[name]
+
+    def _parse_residual(self, name: str, read: ReadRange, size: int) -> ShardHead:
+        return read_residual_head(read, size, self.header, what=f"{self._residual_ranges.url}/{name}")
+
     async def _residual_head(self, name: str, front: Front | None) -> ShardHead:
+        raw = bytearray()
+
         def parse(read: ReadRange, size: int) -> ShardHead:
-            return read_residual_head(read, size, self.header, what=f"{self._residual_ranges.url}/{name}")
+            head = self._parse_residual(name, read, size)
+            raw[:] = read(0, head.header_bytes + head.segments[0].offset)
+            return head
 
         with self._noticing(name):
             try:
-                return await self._read_head(name, front, parse)
+                head = await self._read_head(name, front, parse)
+                copy = await self._scheduler.compute(self._copy, name, head.header_sha256)
+                if copy is not None:
+                    copy.expect(head)
+                    copy.keep_head(raw)
+                return head
             except CacheNotFoundError as error:
                 hint = "encode the cache again; if its Residual is elsewhere, say where"
                 where = self._residual_ranges.url
@@ -244,21 +301,40 @@ class CacheReader:
         return self._scheduler.submit(_lane(name), partial(self._ranges_of(name).fetch, name, start, stop))
 
     def _submit_segments(self, name: str, front: Front | None, wanted: SegmentRange) -> Future[list[SegmentPayload]]:
+        copy = self._copies.get(name)
+
         async def fetch_checked() -> list[SegmentPayload]:
-            """What fails a check is fetched once more before giving up, and not from what came ahead."""
-            with self._noticing(name):
+            if copy is not None and wanted.kept:
+                self._scheduler.give_way()
                 try:
-                    fetched = await self._fetch(name, front, wanted.start, wanted.stop)
-                    self._scheduler.give_way()
-                    return await self._scheduler.compute(self._check, name, wanted, fetched)
+                    return await self._scheduler.compute(self._check_copy, copy, name, wanted)
                 except (ChecksumError, TruncatedError):
-                    fetched = await self._ranges_of(name).fetch(name, wanted.start, wanted.stop)
-                    return await self._scheduler.compute(self._check, name, wanted, fetched)
+                    copy.forget(wanted.segments)
+            with self._noticing(name):
+                payloads, data = await self._fetch_checked(name, front, wanted)
+            if copy is not None:
+                copy.keep(wanted.segments, data)
+            return payloads
 
         return self._scheduler.submit(_lane(name), fetch_checked)
 
-    def _check(self, name: str, wanted: SegmentRange, fetched: Fetched) -> list[SegmentPayload]:
-        data, first = memoryview(fetched.data), wanted.segments[0].offset
+    async def _fetch_checked(
+        self, name: str, front: Front | None, wanted: SegmentRange
+    ) -> tuple[list[SegmentPayload], bytearray]:
+        """What fails a check is fetched once more before giving up, and not from what came ahead."""
+        try:
+            fetched = await self._fetch(name, front, wanted.start, wanted.stop)
+            self._scheduler.give_way()
+            return await self._scheduler.compute(self._check, name, wanted, fetched.data), fetched.data
+        except (ChecksumError, TruncatedError):
+            fetched = await self._ranges_of(name).fetch(name, wanted.start, wanted.stop)
+            return await self._scheduler.compute(self._check, name, wanted, fetched.data), fetched.data
+
+    def _check_copy(self, copy: ShardCopy, name: str, wanted: SegmentRange) -> list[SegmentPayload]:
+        return self._check(name, wanted, copy.read(wanted.start, wanted.stop))
+
+    def _check(self, name: str, wanted: SegmentRange, fetched: bytes | bytearray) -> list[SegmentPayload]:
+        data, first = memoryview(fetched), wanted.segments[0].offset
         what = f"{self._ranges_of(name).url}/{name}"
         return [
             SegmentPayload(

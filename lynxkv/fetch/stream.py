@@ -30,11 +30,12 @@ class SegmentPayload:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentRange:
-    """Neighbouring segments; `start` and `stop` count from the beginning of the object."""
+    """Neighbouring segments, all `kept` on disk or none; `start` and `stop` count from the beginning of the object."""
 
     start: int
     stop: int
     segments: tuple[Segment, ...]
+    kept: bool
 
     @property
     def memory_bytes(self) -> int:
@@ -60,8 +61,9 @@ class SegmentStream:
         submit: Callable[[SegmentRange], Future[list[SegmentPayload]]],
         *,
         concurrency: int,
+        kept: Callable[[Segment], bool] = lambda segment: False,
     ) -> None:
-        self._submit, self._concurrency = submit, concurrency
+        self._submit, self._concurrency, self._kept = submit, concurrency, kept
         self._head: Future[OpenedShard] | None = head
         self._waiting: deque[SegmentRange] = deque()
         self._in_flight: deque[tuple[SegmentRange, Future[list[SegmentPayload]]]] = deque()
@@ -141,7 +143,7 @@ class SegmentStream:
         if self._head is not None:
             head, segments = self._head.result()
             self._head = None
-            self._waiting = deque(ranges(segments, head.header_bytes, self._concurrency))
+            self._waiting = deque(ranges(segments, head.header_bytes, self._concurrency, self._kept))
             self._missing = len(self._waiting)
             self.bytes_total = sum(segment.stored_bytes for segment in segments)
             self._fill()
@@ -176,22 +178,30 @@ class SegmentStream:
             callback()
 
 
-def ranges(segments: Sequence[Segment], header_bytes: int, concurrency: int) -> Iterator[SegmentRange]:
-    """Runs of neighbouring segments of about `RANGE_BYTES`, smaller as fewer bytes are left for all connections."""
+def ranges(
+    segments: Sequence[Segment], header_bytes: int, concurrency: int, kept: Callable[[Segment], bool]
+) -> Iterator[SegmentRange]:
+    """Runs of neighbouring segments of about `RANGE_BYTES`, smaller as fewer bytes are left for all connections.
+
+    A run holds either segments that are `kept` on this machine, or others.
+    """
     run: list[Segment] = []
+    run_kept = False
 
     def whole() -> SegmentRange:
         start, stop = header_bytes + run[0].offset, header_bytes + run[-1].stop
-        return SegmentRange(start=start, stop=stop, segments=tuple(run))
+        return SegmentRange(start=start, stop=stop, segments=tuple(run), kept=run_kept)
 
     for segment in segments:
+        here = kept(segment)
         if run:
             share = (segments[-1].stop - run[0].offset) // concurrency
             target = min(options.RANGE_BYTES, max(options.LAST_RANGE_BYTES, share))
             memory = sum(map(_memory_bytes, run)) + _memory_bytes(segment)
-            if segment.stop - run[0].offset > target or memory > options.WINDOW_BYTES:
+            if here != run_kept or segment.stop - run[0].offset > target or memory > options.WINDOW_BYTES:
                 yield whole()
                 run = []
+        run_kept = here
         run.append(segment)
     if run:
         yield whole()

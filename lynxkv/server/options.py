@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import get_args
 
 from lynxkv.choices import OnFailure
 from lynxkv.errors import InputError
+from lynxkv.fetch.options import CACHE_MAX_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +23,8 @@ class ServeOptions:
         drain_s: how long running requests may still take when the server is asked to stop.
         memory_bytes: of a run's live cache and what belongs to it; model weights are left out.
         hot_bytes: of caches kept in memory as they are stored; those of local stores are the system's to keep.
+        cache_dir: a folder of this machine's disk for caches of remote stores; see `FetchOptions`.
+        cache_max_bytes: what that folder may take.
         refresh_s: how often the store is listed.
         publish: encode and publish prompts that no cache held.
         on_failure: when the cache that a request names cannot be loaded: "error", or "recompute" its prompt.
@@ -39,6 +43,8 @@ class ServeOptions:
     drain_s: float = 30.0
     memory_bytes: int = 4 << 30
     hot_bytes: int = 1 << 30
+    cache_dir: Path | None = None
+    cache_max_bytes: int = CACHE_MAX_BYTES
     refresh_s: float = 30.0
     publish: bool = False
     on_failure: OnFailure = "error"
@@ -53,5 +59,5 @@ class ServeOptions:
             raise InputError(f"on_failure is {self.on_failure!r}", hint="use error or recompute")
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name not in ("host", "port", "hot_bytes", "publish", "on_failure") and not value > 0:
+            if field.name not in ("host", "port", "hot_bytes", "cache_dir", "publish", "on_failure") and not value > 0:
                 raise InputError(f"{field.name} is {value}", hint="limits are above 0")

@@ -176,7 +176,12 @@ class Service:
         policy = ask.on_failure or (self.options.on_failure if prompt_ids is None else "recompute")
         transport = self.hot.transport(url)
         link = None if transport.known else self._link
-        options = FetchOptions(deadline_s=self.options.deadline_s, transport=transport)
+        options = FetchOptions(
+            deadline_s=self.options.deadline_s,
+            transport=transport,
+            cache_dir=self.options.cache_dir,
+            cache_max_bytes=self.options.cache_max_bytes,
+        )
         try:
             async with open_cache_async(url, link=link, options=options) as reader:
                 model = self._model_for(reader.header.identity, caller)

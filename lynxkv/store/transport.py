@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import os
 import re
-import stat
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Executor
@@ -22,12 +21,13 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, get_args
+from typing import Any, Protocol, get_args
 
 from fsspec.asyn import AsyncFileSystem
 
 from lynxkv.choices import TransportName
 from lynxkv.errors import FetchError, InputError
+from lynxkv.store.files import SharedFile, open_plain
 from lynxkv.store.prefix import Store
 from lynxkv.store.problems import s3_code
 
@@ -181,25 +181,6 @@ class S3Transport(AsyncTransport):
             yield Answer(chunks=chunks, size=response["ContentLength"] if size is None else size)
 
 
-def open_plain(path: Path) -> BinaryIO:
-    """Open a file to be read; nothing that would block, or has no end, passes for one.
-
-    Raises:
-        FetchError: it is a pipe, a socket or a device.
-        OSError: it cannot be opened.
-    """
-    file: BinaryIO = open(path, "rb", buffering=0, opener=_open_at_once)  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise FetchError(f"{path} is not a plain file", hint="a cache is a folder of two plain files")
-    return file
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Without waiting for somebody to write into a pipe."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-
-
 class LocalTransport:
     """Files of this machine, each opened once: whoever replaces or removes a cache, its readers keep what they have."""
 
@@ -208,7 +189,7 @@ class LocalTransport:
     def __init__(self, store: Store, workers: Executor) -> None:
         self.folder, self.workers = Path(store.path), workers
         self._lock = threading.Lock()
-        self._files: dict[str, BinaryIO] = {}
+        self._files: dict[str, SharedFile] = {}
         self._reading = 0
         self._closed = False
 
@@ -235,18 +216,14 @@ class LocalTransport:
 
     def _read(self, name: str, start: int, stop: int) -> bytes:
         with self._opened(name) as file:
-            if hasattr(os, "pread"):
-                return os.pread(file.fileno(), stop - start, start)
-            with self._lock:
-                file.seek(start)
-                return file.read(stop - start)
+            return file.read(start, stop)
 
     def _size(self, name: str) -> int:
         with self._opened(name) as file:
-            return os.fstat(file.fileno()).st_size
+            return file.size()
 
     @contextlib.contextmanager
-    def _opened(self, name: str) -> Iterator[BinaryIO]:
+    def _opened(self, name: str) -> Iterator[SharedFile]:
         with self._lock:
             if name not in self._files:
                 self._files[name] = open_plain(self.folder / name)

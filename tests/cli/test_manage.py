@@ -94,7 +94,7 @@ def test_prune_refuses_what_it_cannot_read(lynx: Lynx, folder: Path, arguments: 
     ("text", "size"), [("0", 0), ("500MB", 500_000_000), ("1.5gb", 1_500_000_000), ("64GiB", 64 << 30), ("7k", 7000)]
 )
 def test_sizes(text: str, size: int) -> None:
-    from lynxkv_cli.prune import parse_size
+    from lynxkv_cli._options import parse_size
 
     assert parse_size(text) == size
 

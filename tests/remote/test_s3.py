@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -90,6 +91,22 @@ def test_large_objects_are_created_on_condition_too(url: str) -> None:
     assert not store.fs.list_multipart_uploads(url.split("/")[2])
     store._writer.remove("big")
     assert not store.exists("big")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_copies_on_disk_follow_the_object(transport: TransportName, url: str, tmp_path: Path) -> None:
+    pytest.importorskip(transport)
+    options = FetchOptions(transport=transport, cache_dir=tmp_path / "copies")
+    for seed in (1, 2):
+        kv = random_kv(layers=3, tokens=700, seed=seed)
+        lynxkv.encode(kv, url, overwrite=True)
+        lynxkv.encode(kv, "memory://same.lynx", overwrite=True)
+        right = lynxkv.load("memory://same.lynx")
+        for _ in range(2):
+            loaded = lynxkv.load(url, options=options)
+            for mine, other in zip(loaded.layers, right.layers, strict=True):
+                assert all(mine.tensors[name].equal(tensor) for name, tensor in other.tensors.items())
+    assert len(list((tmp_path / "copies").glob("*.shard"))) == 3
 
 
 def test_a_lost_answer_is_no_lost_race(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
