@@ -12,7 +12,7 @@ from torch import Tensor
 import lynxkv
 from lynxkv.errors import InputError, UnsupportedModelError
 from lynxkv.fidelity import QUERIES, key_attention
-from lynxkv.integrations.hf.queries import queries, watch_attention
+from lynxkv.integrations.hf.queries import replaced_attention, watch_attention
 from lynxkv.kv import KV
 from lynxkv.store import Store
 from lynxkv.testing.kv import random_kv
@@ -50,19 +50,19 @@ def test_every_family_can_be_watched(family: str) -> None:
     kv, seen = watched(model, 20, 6)
     for layer, attend in zip(kv.layers, seen, strict=True):
         k, v = layer.tensors["k"], layer.tensors["v"]
-        own = attend.run(attend.keys, attend.values)[0].transpose(0, 1)
+        own = attend.run(attend.query, attend.keys, attend.values, attend.mask)[0].transpose(0, 1)
         assert torch.equal(attend(k, v), own)
         assert not torch.equal(attend(k, v + 1), own)
 
 
-@pytest.mark.parametrize(
-    ("family", "settings", "softcap"),
-    [
-        ("llama", {}, None),
-        ("gemma2", {"query_pre_attn_scalar": 32, "attn_logit_softcapping": 0.5, "attn_implementation": "eager"}, 0.5),
-        ("gemma3", {"query_pre_attn_scalar": 32}, None),
-    ],
-)
+OWN_ATTENTION = [
+    ("llama", {}, None),
+    ("gemma2", {"query_pre_attn_scalar": 32, "attn_logit_softcapping": 0.5, "attn_implementation": "eager"}, 0.5),
+    ("gemma3", {"query_pre_attn_scalar": 32}, None),
+]
+
+
+@pytest.mark.parametrize(("family", "settings", "softcap"), OWN_ATTENTION)
 def test_attention_has_the_models_mask_scale_softcap_and_window(
     family: str, settings: dict[str, Any], softcap: float | None
 ) -> None:
@@ -78,6 +78,53 @@ def test_attention_has_the_models_mask_scale_softcap_and_window(
         assert torch.allclose(attend(layer.tensors["k"], layer.tensors["v"]), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize(("family", "settings", "softcap"), OWN_ATTENTION)
+def test_attention_to_what_is_stored_alone(family: str, settings: dict[str, Any], softcap: float | None) -> None:
+    model = tiny_model(family, **settings)
+    last = 10
+    _, seen = watched(model, 24, last)
+    scale = settings.get("query_pre_attn_scalar", 8) ** -0.5
+    for shape, attend in zip(model.layer_specs(), seen, strict=True):
+        stored = attend.on_stored()
+        # Query i sees the stored positions that are less than a window behind it; the last ones of a window see none.
+        count = last if shape.window is None else WINDOW_TOKENS - 1
+        assert stored.query.shape[2] == count
+        keys, values = (x[0, :, : x.shape[2] - last].clone() for x in (attend.keys, attend.values))
+        expected = torch.cat([
+            by_definition(
+                attend.query[0, :, [number]], keys, values,
+                scale=scale, softcap=softcap, window=1000 if shape.window is None else WINDOW_TOKENS - 1 - number,
+            )
+            for number in range(count)
+        ], 1)  # fmt: skip
+        longer = torch.cat([torch.full_like(keys[:, :5], 9.0), keys], 1)  # what no query sees any more
+        for k in (keys, longer):
+            assert torch.allclose(stored(k, values), expected, atol=1e-5)
+
+
+def test_attention_replaced_is_restored() -> None:
+    model = tiny_model()
+    cache = model.new_cache(0, 20)
+    before = model.step(cache, [5, 6, 7])
+
+    def doubled(stock: Any, *arguments: Any, **settings: Any) -> Any:
+        return 2 * stock(*arguments, **settings)[0], None
+
+    def refused(*arguments: Any, **settings: Any) -> Any:
+        raise InputError("refused")
+
+    cache.rollback(0)
+    with replaced_attention(model, doubled):
+        assert not torch.allclose(model.step(cache, [5, 6, 7]), before)
+        cache.rollback(0)
+        with pytest.raises(InputError), replaced_attention(model, refused):
+            model.step(cache, [5, 6, 7])
+        cache.rollback(0)
+        assert not torch.allclose(model.step(cache, [5, 6, 7]), before)  # by the outer one again
+    cache.rollback(0)
+    assert torch.equal(model.step(cache, [5, 6, 7]), before)
+
+
 def test_the_stand_in_is_causal_and_windowed() -> None:
     keys, values = torch.randn(2, 2, 100, 8, generator=torch.Generator().manual_seed(0))
     for window in (None, WINDOW_TOKENS):
@@ -89,7 +136,7 @@ def test_attention_that_cannot_be_seen_is_refused(monkeypatch: pytest.MonkeyPatc
     model = tiny_model()
     monkeypatch.setattr(type(model), "step", lambda *arguments: None)
     with pytest.raises(UnsupportedModelError, match="cannot be seen"):
-        queries(model, None, [3])
+        watch_attention(model, None, [3])
 
 
 @pytest.mark.parametrize(

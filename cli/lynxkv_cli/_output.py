@@ -92,6 +92,13 @@ class Output:
             yield update
 
 
+def progress_or_lines(output: Output, bars: Progress, stage: str, what: str) -> Progress:
+    """`bars` in a terminal; elsewhere a line for each `what` done of one stage, for logs of long runs."""
+    if can_style(sys.stderr):
+        return bars
+    return lambda name, done, total: output.note(f"{done} of {total} {what}") if name == stage else None
+
+
 def _writes_utf8(stream: Any) -> bool:
     """Whether `stream` takes every character; one that is no file does."""
     return (stream.encoding or "utf-8").lower().replace("_", "-") in ("utf-8", "utf8")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lynxkv.bench.sweeps import SWEEPS
 from lynxkv_cli import bench_batch, bench_decode, bench_fetch, bench_kernels, bench_tasks
 from lynxkv_cli._errors import UsageProblem
 from lynxkv_cli._options import Json, Quiet, read_text
-from lynxkv_cli._output import Output, Progress, can_style
+from lynxkv_cli._output import Output, progress_or_lines
 from lynxkv_cli._tables import table
 
 if TYPE_CHECKING:
@@ -35,8 +35,11 @@ decoding on the original accepts: mean over all prompts with its 95 % interval.
 
 A codec is a name, or a name with parameters: default:radix=5 or alg1:alpha=100,chunk_dtype=f32. With exact=true
 the Residual leads on to the original's bits. Other people's methods go by the same option, written anew to be
-measured: linear-split, kivi, kvquant, turboquant, cachegen, byte-planes; quanto and hqq, which need
-lynxkv[baselines].
+measured: linear-split, kivi, kvquant, turboquant, cachegen, sparq, byte-planes; quanto and hqq, which need
+lynxkv[baselines]. sparq fetches what its queries ask for: its bits are the mean of what answers fetched.
+
+A sweep is a list of codecs that differ in one setting: alpha, chunk, page, split, sinks, scale-width, key-value,
+step or radix.
 """
 
 BASELINES = ("int8", "int4", "alg1:alpha=100,chunk_dtype=f32")
@@ -64,13 +67,21 @@ def codec(
         list[str] | None,
         typer.Option("--codec", metavar="NAME[:P=V,...]", help="Measure this one; may be given again."),
     ] = None,
+    sweeps: Annotated[
+        list[str] | None,
+        typer.Option("--sweep", metavar="NAME", help="Measure these settings; may be given again, or with --codec."),
+    ] = None,
     baselines: Annotated[
         list[str] | None,
         typer.Option("--baseline", metavar="CODEC", help="Compare all others with this one; may be given again."),
     ] = None,
     documents: Annotated[
         list[str] | None,
-        typer.Option("--document", metavar="@FILE", help="Use this text instead of Python's own; may be given again."),
+        typer.Option(
+            "--document",
+            metavar="NAME|@FILE",
+            help="Use this one of the standard documents, or this text; may be given again.",
+        ),
     ] = None,
     tokens: Annotated[
         list[int] | None,
@@ -92,6 +103,9 @@ def codec(
     """Measure codecs on the caches of real documents."""
     output = Output.of(as_json=as_json, quiet=quiet)
     changes: dict[str, Any] = {"draft_tokens": draft_tokens}
+    unknown = [name for name in sweeps or () if name not in SWEEPS]
+    if unknown:
+        raise UsageProblem(f"there is no sweep {unknown[0]!r}", hint=f"choose one of {', '.join(SWEEPS)}")
     if documents:
         changes["documents"] = tuple(_document(text, output) for text in documents)
     if tokens:
@@ -102,10 +116,12 @@ def codec(
     from lynxkv.bench.report import as_json as to_json
     from lynxkv.bench.report import comparisons, rows, write_csv
 
-    methods = parse_methods(codecs or (DEFAULT_METHODS if quick else (*DEFAULT_METHODS, *BASELINE_METHODS)))
+    swept = dict.fromkeys(codec for name in sweeps or () for codec in SWEEPS[name] if codec not in (codecs or ()))
+    asked = [*(codecs or ()), *swept]
+    methods = parse_methods(asked or (DEFAULT_METHODS if quick else (*DEFAULT_METHODS, *BASELINE_METHODS)))
     for baseline in baselines or ():
         if baseline not in [method.label for method in methods]:
-            hint = f"add --codec {baseline}" if codecs else "name it as in the table, or give it as --codec too"
+            hint = f"add --codec {baseline}" if asked else "name it as in the table, or give it as --codec too"
             raise UsageProblem(f"the baseline {baseline} is not among the codecs", hint=hint)
     if plot is not None:
         from lynxkv.bench import plots
@@ -116,7 +132,9 @@ def codec(
     output.note(f"loading {model}")
     loaded = lynxkv.load_model(model, report=output.note)
     with output.progress() as bars:
-        bench = bench_codec(loaded, methods, plan, state=state, progress=_progress(output, bars))
+        bench = bench_codec(
+            loaded, methods, plan, state=state, progress=progress_or_lines(output, bars, "codecs", "cells")
+        )
     compared = baselines or BASELINES
     if csv is not None:
         write_csv(rows(bench), csv)
@@ -127,19 +145,15 @@ def codec(
 
 
 def _document(argument: str, output: Output) -> Any:
-    from lynxkv.bench.documents import GENERAL_PROMPTS, Document
+    from lynxkv.bench.documents import GENERAL_PROMPTS, Document, standard_documents
 
+    standard = {document.name: document for document in standard_documents()}
+    if argument in standard:
+        return standard[argument]
     name = Path(argument[1:]).name if argument.startswith("@") else "stdin" if argument == "-" else argument[:20]
     return Document(
         name=name, kind="file", text=read_text(argument, name="document", note=output.note), prompts=GENERAL_PROMPTS
     )
-
-
-def _progress(output: Output, bars: Progress) -> Progress:
-    """Bars in a terminal; elsewhere a line a finished cell, for logs of long runs."""
-    if can_style(sys.stderr):
-        return bars
-    return lambda stage, done, total: output.note(f"{done} of {total} cells") if stage == "codecs" else None
 
 
 def render(bench: CodecBench, all_rows: Sequence[Row], compared: Sequence[Comparison]) -> str:

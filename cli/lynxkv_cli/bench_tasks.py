@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lynxkv_cli._options import Json, Quiet
-from lynxkv_cli._output import Output
+from lynxkv_cli._output import Output, progress_or_lines
 from lynxkv_cli._tables import table
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ no codec can get right, so `kept` counts the right answers among those the origi
 as for `lynxkv bench codec`.
 """
 
-METHODS = ("default:exact=true", "quality", "int8", "int4")
+METHODS = ("default:exact=true", "quality", "int8", "int4", "sparq")
 
 
 def tasks(
@@ -40,6 +41,9 @@ def tasks(
         typer.Option(metavar="N", min=64, help="Document tokens to cache, 1024 by default; may be given again."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="512 tokens, two depths, two codecs.")] = False,
+    state: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Keep what is finished here, and go on from it.")
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -60,7 +64,8 @@ def tasks(
             standard_documents(),
             tokens=tuple(dict.fromkeys(tokens)) if tokens else (512,) if quick else (1024,),
             depths=(0.3, 0.9) if quick else DEPTHS,
-            progress=bars,
+            state=state,
+            progress=progress_or_lines(output, bars, "tasks", "questions"),
         )
     output.result({"model": loaded.identity.model_id or "unnamed", "rows": [asdict(row) for row in rows]})
     output.data(render(rows))
@@ -78,4 +83,5 @@ COLUMNS: dict[str, Any] = {
     "tokens": lambda row: str(row.tokens),
     "right": lambda row: f"{row.right} of {row.asked}",
     "kept": lambda row: str(row.kept),
+    "bits": lambda row: f"{row.bits:.2f}",
 }

@@ -1,15 +1,14 @@
-"""One measured cell of the bench, and the file that keeps finished ones so that a long run can go on."""
+"""One measured cell of `lynxkv bench codec`, and the file that keeps finished ones."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lynxkv.bench.measure import Fidelity, LayerError
+from lynxkv.bench.state import StateFile
 from lynxkv.bench.stored import Sizes
-from lynxkv.errors import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,39 +30,11 @@ class Cell:
     exact: Fidelity | None = None
 
 
-class CellFile:
-    """Finished cells by key, one JSON object a line. A last line that was cut short is dropped.
-
-    Raises:
-        InputError: the file exists and is not such a file.
-    """
+class CellFile(StateFile[Cell]):
+    """Finished cells by key."""
 
     def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._cells: dict[str, Cell] = {}
-        if path is None or not path.exists():
-            return
-        lines = path.read_text("utf-8").split("\n")
-        whole, rest = lines[:-1], lines[-1]
-        try:
-            for line in whole:
-                entry = json.loads(line)
-                self._cells[entry["key"]] = _cell(entry["cell"])
-        except (ValueError, TypeError, KeyError) as error:
-            raise InputError(f"{path} is not a state file of this bench", hint="name another file") from error
-        if rest:
-            path.write_text("".join(f"{line}\n" for line in whole), "utf-8")
-
-    def get(self, key: str) -> Cell | None:
-        """The finished cell of this key."""
-        return self._cells.get(key)
-
-    def add(self, key: str, cell: Cell) -> None:
-        """Keep a cell, on disk before anything else is measured."""
-        self._cells[key] = cell
-        if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"key": key, "cell": asdict(cell)}) + "\n")
+        super().__init__(path, _cell)
 
 
 def _cell(value: dict[str, Any]) -> Cell:

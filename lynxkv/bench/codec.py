@@ -177,14 +177,14 @@ def _cell(model: Model, plan: Plan, document: Document, reference: Reference, me
     measured: dict[Precision, Fidelity] = {}
     cache = empty_cache(model, reference.kv, reference.room_tokens)
     with method.store(reference.kv) as stored:
-        sizes = stored.sizes
         for precision in stored.decode(cache):
-            measured[precision] = measure(model, cache, reference)
+            measured[precision] = measure(model, cache, reference, stored.sparse)
+        sizes = stored.sizes
     return Cell(
         codec=method.label,
         document=document.name,
         tokens=reference.kv.tokens,
-        elements=_elements(reference.kv),
+        elements=elements(reference.kv),
         sizes=sizes,
         draft_tokens=plan.draft_tokens,
         target_tokens=[len(prompt.target_ids) for prompt in reference.prompts],
@@ -194,5 +194,6 @@ def _cell(model: Model, plan: Plan, document: Document, reference: Reference, me
     )
 
 
-def _elements(kv: KV) -> int:
+def elements(kv: KV) -> int:
+    """Elements of all tensors."""
     return sum(tensor.numel() for layer in kv.layers for tensor in layer.tensors.values())

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lynxkv.bench.stored import SparseFetch
 from lynxkv.errors import InputError
-from lynxkv.fidelity import attention
 from lynxkv.integrations.hf import LynxCache, Model
-from lynxkv.integrations.hf.queries import queries
+from lynxkv.integrations.hf.queries import StoredAttention, replaced_attention, watch_attention
 from lynxkv.integrations.hf.templates import suffix
 from lynxkv.kv import KV, KVLayer
 from lynxkv.layout import TensorName
@@ -34,13 +35,14 @@ class Reference:
     """What the original says of one document: measured once, used for all methods.
 
     The original is the model's KV rounded to bf16. `log_probs` [W, V] are of the W document tokens `next_ids` that
-    follow the cached ones, `queries` and `outputs` those of each layer's attention to the cached tokens meanwhile.
+    follow the cached ones; `attention` is each layer's to the cached tokens meanwhile, with the model's own scale,
+    softcap and windows, and `outputs` [H_q, q, D] what it gives on the original.
     """
 
     kv: KV
     next_ids: list[int]
     log_probs: Tensor
-    queries: list[Tensor]
+    attention: list[StoredAttention]
     outputs: list[Tensor]
     prompts: list[Prompt]
 
@@ -105,7 +107,7 @@ def make_reference(
         )
     cache = live_cache(model, original, room)
     tokens = cache.tokens
-    used = queries(model, cache, next_ids)
+    attention = [layer.on_stored() for layer in watch_attention(model, cache, next_ids)]
     cache.rollback(tokens)
     log_probs = torch.log_softmax(model.step(cache, next_ids, rows=len(next_ids)), -1)
     cache.rollback(tokens)
@@ -118,33 +120,35 @@ def make_reference(
         kv=original,
         next_ids=list(next_ids),
         log_probs=log_probs,
-        queries=used,
+        attention=attention,
         outputs=[
-            attention(query, layer.tensors["k"], layer.tensors["v"])
-            for query, layer in zip(used, original.layers, strict=True)
+            attend(layer.tensors["k"], layer.tensors["v"])
+            for attend, layer in zip(attention, original.layers, strict=True)
         ],
         prompts=prompts,
     )
 
 
-def measure(model: Model, cache: LynxCache, reference: Reference) -> Fidelity:
+def measure(model: Model, cache: LynxCache, reference: Reference, sparse: SparseFetch | None = None) -> Fidelity:
     """Measure a live cache that holds a document's tokens and has room for `reference.room_tokens` more.
 
-    The cache is rolled back to where it was.
+    The cache is rolled back to where it was. `sparse` stands in for the model's attention, and counts what it fetches.
     """
-    layers = [_layer_error(cache, reference, number) for number in range(len(reference.kv.layers))]
     tokens = cache.tokens
-    log_probs = torch.log_softmax(model.step(cache, reference.next_ids, rows=len(reference.next_ids)), -1)
-    cache.rollback(tokens)
+    accepted = []
+    with replaced_attention(model, sparse.attend) if sparse else nullcontext():
+        layers = [_layer_error(cache, reference, number) for number in range(len(reference.kv.layers))]
+        log_probs = torch.log_softmax(model.step(cache, reference.next_ids, rows=len(reference.next_ids)), -1)
+        cache.rollback(tokens)
+        for prompt in reference.prompts:
+            # The last target token needs no row after it.
+            ids = [*prompt.suffix_ids, *prompt.target_ids[:-1]]
+            with sparse.answer(cache) if sparse else nullcontext():
+                logits = model.step(cache, ids, rows=len(prompt.target_ids))
+            accepted.append(accepted_length(logits, prompt.target_ids))
+            cache.rollback(tokens)
     exact = reference.log_probs
     best, chosen = exact.argmax(-1, keepdim=True), log_probs.argmax(-1, keepdim=True)
-    accepted = []
-    for prompt in reference.prompts:
-        # The last target token needs no row after it.
-        ids = [*prompt.suffix_ids, *prompt.target_ids[:-1]]
-        logits = model.step(cache, ids, rows=len(prompt.target_ids))
-        accepted.append(accepted_length(logits, prompt.target_ids))
-        cache.rollback(tokens)
     return Fidelity(
         layers=layers,
         kl=(exact.exp() * (exact - log_probs)).sum(-1).tolist(),
@@ -204,7 +208,7 @@ def empty_cache(model: Model, kv: KV, room_tokens: int) -> LynxCache:
 def _layer_error(cache: LynxCache, reference: Reference, number: int) -> LayerError:
     original = reference.kv.layers[number].tensors
     decoded = {name: cache.target(number, name) for name in TENSORS}
-    output = attention(reference.queries[number], decoded["k"], decoded["v"])
+    output = reference.attention[number](decoded["k"], decoded["v"])
     return LayerError(
         k=_sums(decoded["k"], original["k"]),
         v=_sums(decoded["v"], original["v"]),

@@ -49,6 +49,8 @@ BASELINE_METHODS = (
     "turboquant",
     "cachegen",
     "cachegen:bin=0.15",
+    "sparq",
+    "sparq:components=32,top_tokens=512",
     "byte-planes",
 )
 """What others do, as far as no further package is needed: `quanto` and `hqq` are theirs."""
@@ -80,6 +82,8 @@ class CodecMethod:
 
 class LynxStored:
     """A published lynxkv cache."""
+
+    sparse = None
 
     def __init__(self, report: EncodeReport) -> None:
         self._url = report.url

@@ -161,7 +161,7 @@ def cells_of(bench: CodecBench, codec: str, tokens: int) -> list[Cell]:
 def nmse(cells: Sequence[Cell], quantity: Quantity, precision: Precision) -> float:
     """Sum of squared errors over sum of squares, over all layers of all cells."""
     sums = np.sum([_errors(cell, quantity, precision) for cell in cells], axis=(0, 1))
-    return float(sums[0] / sums[1])
+    return float(sums[0] / sums[1] if sums[1] else sums[0])
 
 
 def _row(bench: CodecBench, codec: str, tokens: int) -> Row:

@@ -21,6 +21,10 @@ class Sizes:
     full_bytes: int
     total_bytes: int
 
+    def up_to(self, precision: Precision) -> int:
+        """Bytes that have to be fetched for `precision`."""
+        return {"anchor": self.anchor_bytes, "full": self.full_bytes, "exact": self.total_bytes}[precision]
+
 
 class TensorDestination(Protocol):
     """Where decoded tensors go: a live cache, or plain tensors."""
@@ -29,11 +33,35 @@ class TensorDestination(Protocol):
         """A view [H, stop - start, D], any float dtype."""
 
 
+class SparseFetch(Protocol):
+    """Attention that fetches part of a stored cache, as its queries ask for it, and counts what it fetches."""
+
+    def attend(
+        self,
+        stock: Any,
+        module: Any,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        **settings: Any,
+    ) -> tuple[Tensor, None]:
+        """Stands in for the model's attention function (`integrations.hf.queries.replaced_attention`)."""
+
+    def answer(self, cache: Any) -> AbstractContextManager[None]:
+        """While it lasts, one answer from the tokens that the live cache holds; its bytes count."""
+
+
 class StoredCache(Protocol):
     """A cache as a method keeps it."""
 
     @property
-    def sizes(self) -> Sizes: ...
+    def sizes(self) -> Sizes:
+        """For a sparse fetch, full is the mean of what the answers so far have fetched."""
+
+    @property
+    def sparse(self) -> SparseFetch | None:
+        """How to attend to the decoded cache, if it is not as the model does."""
 
     def decode(self, destination: TensorDestination) -> Iterator[Precision]:
         """Write it to `destination` and yield each precision once all of it is there: full at least."""

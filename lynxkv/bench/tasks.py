@@ -6,17 +6,26 @@ is stored, decoded, and asked. An answer counts if it holds the planted words.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
 
+from lynxkv._version import __version__
+from lynxkv.bench.codec import elements
 from lynxkv.bench.documents import Document
 from lynxkv.bench.measure import continue_greedily, empty_cache, live_cache, rounded
-from lynxkv.bench.stored import Method
+from lynxkv.bench.state import StateFile
+from lynxkv.bench.stored import Method, SparseFetch
 from lynxkv.errors import InputError
 from lynxkv.integrations.hf import LynxCache, Model
+from lynxkv.integrations.hf.queries import replaced_attention
 from lynxkv.integrations.hf.templates import open_turn, suffix
-from lynxkv.layout import Precision
+from lynxkv.kv import KV
+from lynxkv.layout import DTYPE_BYTES, Precision
 from lynxkv.models import prefill
 
 Kind = Literal["passkey", "fact"]
@@ -70,7 +79,8 @@ class TaskRow:
     """How many questions of one kind were answered rightly from one cache at one precision and length.
 
     `codec` is "original" for the model's own cache, which says how many of them the model can answer at all; `kept`
-    counts the right ones among those that the original answers rightly too.
+    counts the right ones among those that the original answers rightly too; `bits` an element are fetched
+    for an answer, in the mean.
     """
 
     codec: str
@@ -80,13 +90,41 @@ class TaskRow:
     right: int
     kept: int
     asked: int
+    bits: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Case:
+    document: Document
     needle: Needle
     tokens: int
     token_ids: list[int]
+
+    def key(self, model: Model, label: str, settings: Any) -> str:
+        """Digest of all that an answer depends on."""
+        parts: list[Any] = [__version__, model.identity.fingerprint, str(model.hf.dtype), self.document.sha256]
+        parts += [asdict(self.needle), self.token_ids, ANSWER_TOKENS, label, settings]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Whether the answer from a cache at one precision was right, and the bits an element fetched for it."""
+
+    precision: Precision
+    right: bool
+    bits: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """Those of one method to one question, by precision."""
+
+    answers: list[Answer]
+
+
+def _answers(value: dict[str, Any]) -> Answers:
+    return Answers(answers=[Answer(**answer) for answer in value["answers"]])
 
 
 def bench_tasks(
@@ -97,19 +135,28 @@ def bench_tasks(
     tokens: Sequence[int] = (1024,),
     needles: Sequence[Needle] = NEEDLES,
     depths: Sequence[float] = DEPTHS,
+    state: Path | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> list[TaskRow]:
     """Plant every needle at every depth, the documents in turn, and ask the original and each stored cache.
+
+    Args:
+        state: a file of finished answers; those in it are not asked for again.
 
     Raises:
         InputError: a document is shorter than the tokens asked for, or they do not fit the model's context.
     """
     cases = list(_cases(model, documents, tokens, needles, depths))
-    scores: dict[tuple[str, Precision, Kind, int], list[tuple[bool, bool]]] = {}
+    file = StateFile(state, _answers)
+    found: dict[tuple[str, Precision, Kind, int], list[tuple[Answer, bool]]] = {}
     for done, case in enumerate(cases):
         progress("tasks", done, len(cases))
-        for (codec, precision), right in _answers(model, methods, case).items():
-            scores.setdefault((codec, precision, case.needle.kind, case.tokens), []).append(right)
+        by_codec = _ask(model, methods, case, file)
+        original = by_codec[ORIGINAL].answers[0].right
+        for codec, answers in by_codec.items():
+            for answer in answers.answers:
+                key = (codec, answer.precision, case.needle.kind, case.tokens)
+                found.setdefault(key, []).append((answer, original))
     progress("tasks", len(cases), len(cases))
     return [
         TaskRow(
@@ -117,11 +164,12 @@ def bench_tasks(
             precision=precision,
             kind=kind,
             tokens=count,
-            right=sum(right for right, _ in found),
-            kept=sum(right and original for right, original in found),
-            asked=len(found),
+            right=sum(answer.right for answer, _ in given),
+            kept=sum(answer.right and original for answer, original in given),
+            asked=len(given),
+            bits=sum(answer.bits for answer, _ in given) / len(given),
         )
-        for (codec, precision, kind, count), found in scores.items()
+        for (codec, precision, kind, count), given in found.items()
     ]
 
 
@@ -149,7 +197,8 @@ def _cases(
         for number, needle in enumerate(needles):
             for place, depth in enumerate(depths):
                 document = documents[(number + place) % len(documents)]
-                yield _Case(needle=needle, tokens=count, token_ids=_planted(model, document, needle, count, depth))
+                ids = _planted(model, document, needle, count, depth)
+                yield _Case(document=document, needle=needle, tokens=count, token_ids=ids)
 
 
 def _planted(model: Model, document: Document, needle: Needle, tokens: int, depth: float) -> list[int]:
@@ -165,24 +214,41 @@ def _planted(model: Model, document: Document, needle: Needle, tokens: int, dept
     return open_turn(model.tokenizer, plant(share, needle.sentence, depth))[:tokens]
 
 
-def _answers(model: Model, methods: Sequence[Method], case: _Case) -> dict[tuple[str, Precision], tuple[bool, bool]]:
-    """By codec and precision whether the answer is right, and whether the original's is."""
-    original = rounded(prefill(model, case.token_ids))
-    ids = suffix(model.tokenizer, case.needle.question)
-    room = len(ids) + ANSWER_TOKENS
-    first = _right(model, live_cache(model, original, room), ids, case)
-    found: dict[tuple[str, Precision], tuple[bool, bool]] = {(ORIGINAL, "full"): (first, first)}
-    for method in methods:
-        cache = empty_cache(model, original, room)
-        with method.store(original) as stored:
-            for precision in stored.decode(cache):
-                found[method.label, precision] = (_right(model, cache, ids, case), first)
+def _ask(model: Model, methods: Sequence[Method], case: _Case, file: StateFile[Answers]) -> dict[str, Answers]:
+    """The answers of the original and of each method, by codec; prefilling only if one is not known yet."""
+    keys = {ORIGINAL: case.key(model, ORIGINAL, {})}
+    keys |= {method.label: case.key(model, method.label, method.settings) for method in methods}
+    if any(file.get(key) is None for key in keys.values()):
+        original = rounded(prefill(model, case.token_ids))
+        ids = suffix(model.tokenizer, case.needle.question)
+        if file.get(keys[ORIGINAL]) is None:
+            right = _right(model, live_cache(model, original, len(ids) + ANSWER_TOKENS), ids, case)
+            answer = Answer(precision="full", right=right, bits=8.0 * DTYPE_BYTES["bf16"])
+            file.add(keys[ORIGINAL], Answers(answers=[answer]))
+        for method in methods:
+            if file.get(keys[method.label]) is None:
+                file.add(keys[method.label], Answers(answers=_from_stored(model, method, original, ids, case)))
+    return {codec: answers for codec, key in keys.items() if (answers := file.get(key)) is not None}
+
+
+def _from_stored(model: Model, method: Method, original: KV, ids: list[int], case: _Case) -> list[Answer]:
+    cache = empty_cache(model, original, len(ids) + ANSWER_TOKENS)
+    found = []
+    with method.store(original) as stored:
+        for precision in stored.decode(cache):
+            right = _right(model, cache, ids, case, stored.sparse)
+            bits = 8 * stored.sizes.up_to(precision) / elements(original)
+            found.append(Answer(precision=precision, right=right, bits=bits))
     return found
 
 
-def _right(model: Model, cache: LynxCache, ids: list[int], case: _Case) -> bool:
+def _right(model: Model, cache: LynxCache, ids: list[int], case: _Case, sparse: SparseFetch | None = None) -> bool:
     tokens = cache.tokens
-    answer = model.to_text(continue_greedily(model, cache, ids, ANSWER_TOKENS))
+    with (
+        replaced_attention(model, sparse.attend) if sparse else nullcontext(),
+        sparse.answer(cache) if sparse else nullcontext(),
+    ):
+        answer = model.to_text(continue_greedily(model, cache, ids, ANSWER_TOKENS))
     cache.rollback(tokens)
     return case.needle.answer.lower() in answer.lower()
 

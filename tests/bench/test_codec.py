@@ -16,6 +16,7 @@ from lynxkv.bench.codec import CodecBench, Plan, bench_codec
 from lynxkv.bench.documents import GENERAL_PROMPTS, Document, standard_documents
 from lynxkv.bench.methods import DEFAULT_METHODS, parse_methods
 from lynxkv.bench.report import Row, as_json, comparisons, front, rows, write_csv
+from lynxkv.bench.sweeps import SWEEPS
 from lynxkv.errors import InputError
 from lynxkv.integrations.hf import Model
 from lynxkv.testing.tiny_models import tiny_model
@@ -73,7 +74,9 @@ def test_codecs_stand_in_their_known_order(bench: CodecBench) -> None:
     assert table["default:exact=true"].exact_identical
     assert table["default:exact=true"].attn_nmse_full == table["default"].attn_nmse_full
     assert table["raw"].accepted_mean == table["raw"].target_tokens_mean
-    assert table["default"].attn_nmse_full < table["default"].attn_nmse_anchor < table["int4"].attn_nmse_anchor
+    assert table["default"].attn_nmse_full < table["default"].attn_nmse_anchor
+    assert table["int8"].attn_nmse_full < table["int4"].attn_nmse_full / 50
+    assert table["default"].attn_nmse_full < table["int4"].attn_nmse_full / 20
     assert table["int8"].attn_nmse_anchor == table["int8"].attn_nmse_full
 
 
@@ -172,6 +175,26 @@ def test_a_file_that_is_no_state_is_refused(tmp_path: Path) -> None:
 def test_documents_and_contexts_that_are_too_short_are_refused(model: Model, tokens: tuple[int, ...]) -> None:
     with pytest.raises(InputError, match="tokens"):
         bench_codec(model, parse_methods(["raw"]), replace(tiny_plan(), tokens=tokens))
+
+
+def test_sweeps_are_settings_that_no_default_hides() -> None:
+    for name, codecs in SWEEPS.items():
+        assert len(codecs) == len(set(codecs)) > 2, name
+    together = list(dict.fromkeys(codec for codecs in SWEEPS.values() for codec in codecs))
+    methods = parse_methods(together)  # which refuses two names of one setting
+    assert [method.label for method in methods] == together
+
+
+def test_a_sparse_fetch_has_the_bits_it_fetched(model: Model) -> None:
+    label = "sparq:components=2,top_tokens=8"
+    found = rows(bench_codec(model, parse_methods([label, "raw"]), replace(tiny_plan(), tokens=(80,))))
+    (sparse,) = [row for row in found if row.codec == label]
+    assert 0 < sparse.anchor_bits == sparse.full_bits < sparse.total_bits == 16
+    assert sparse.attn_nmse_full > 0
+    assert sparse.k_nmse_full == sparse.v_nmse_full == 0
+    raw = next(row for row in found if row.codec == "raw")
+    assert raw.attn_nmse_full == 0
+    assert raw.accepted_mean == raw.target_tokens_mean  # measured after it, by the model's own attention
 
 
 def test_the_standard_documents() -> None:

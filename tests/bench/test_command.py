@@ -63,12 +63,30 @@ def test_the_schema_has_the_fields_of_a_row() -> None:
     assert row["required"] == list(row["properties"])
 
 
+def test_a_sweep_beside_other_codecs(lynx: Lynx, document: str) -> None:
+    arguments = ("--tokens", 60, "--draft-tokens", 2, "--document", document, "--json")
+    result = json.loads(lynx("bench", "codec", "--sweep", "page", "--codec", "fixed", *arguments).out)
+    assert [row["codec"] for row in result["rows"]] == [
+        "fixed", "alg1:page_tokens=128", "alg1", "alg1:page_tokens=512", "fixed:page_tokens=128",
+        "fixed:page_tokens=256",
+    ]  # fmt: skip
+
+
+def test_a_standard_document_by_its_name(lynx: Lynx) -> None:
+    # All its words are padding to the tiny model, whose keys and values are then all zero: no error, whatever the code.
+    arguments = ("--tokens", 60, "--draft-tokens", 2, "--document", "statements", "--json")
+    result = json.loads(lynx("bench", "codec", "--codec", "int4", *arguments).out)
+    assert [(item["name"], item["kind"]) for item in result["documents"]] == [("statements", "prose")]
+    assert result["rows"][0]["v_nmse_full"] == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
         (("--codec", "best"), 1),
         (("--codec", "default:radix"), 1),
         (("--codec", "default", "--baseline", "int4"), 2),
+        (("--sweep", "everything"), 2),
         (("--document", "@missing.txt"), 2),
         (("--tokens", "3"), 2),
         (("--tokens", "100000"), 1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,8 +57,16 @@ def test_one_pass_finds_what_drafting_token_by_token_finds(family: str) -> None:
         assert accepted == (same.index(False) if False in same else len(same))
 
 
-def test_the_original_is_at_no_distance_from_itself() -> None:
-    model = tiny_model()
+OWN_ATTENTION: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("gemma2", {"query_pre_attn_scalar": 32, "attn_logit_softcapping": 0.5, "attn_implementation": "eager"}),
+    ("gemma3", {"query_pre_attn_scalar": 32}),
+]
+
+
+@pytest.mark.parametrize(("family", "settings"), OWN_ATTENTION)
+def test_the_original_is_at_no_distance_from_itself(family: str, settings: dict[str, Any]) -> None:
+    model = tiny_model(family, **settings)
     reference = make_reference(model, prefill(model, TOKENS[:40]), TOKENS[40:50], ["w7 w9", "w11"], draft_tokens=8)
     cache = empty_cache(model, reference.kv, reference.room_tokens)
     for number, layer in enumerate(reference.kv.layers):
@@ -72,8 +81,9 @@ def test_the_original_is_at_no_distance_from_itself() -> None:
     assert found.kl == pytest.approx([0.0] * 10, abs=1e-5)
 
 
-def test_errors_divergence_and_gaps_of_a_disturbed_cache() -> None:
-    model = tiny_model()
+@pytest.mark.parametrize(("family", "settings"), OWN_ATTENTION)
+def test_errors_divergence_and_gaps_of_a_disturbed_cache(family: str, settings: dict[str, Any]) -> None:
+    model = tiny_model(family, **settings)
     reference = make_reference(model, prefill(model, TOKENS[:40]), TOKENS[40:50], ["w7"], draft_tokens=8)
     cache = empty_cache(model, reference.kv, reference.room_tokens)
     for number, layer in enumerate(reference.kv.layers):

@@ -52,11 +52,36 @@ def test_right_answers_are_counted_against_the_original(model: Model) -> None:
     )
     rows = {(row.codec, row.precision, row.kind): row for row in found}
     assert rows["original", "full", "fact"] == TaskRow(
-        codec="original", precision="full", kind="fact", tokens=TOKENS, right=1, kept=1, asked=1
+        codec="original", precision="full", kind="fact", tokens=TOKENS, right=1, kept=1, asked=1, bits=16.0
     )
     assert (rows["raw", "full", "fact"].right, rows["raw", "full", "fact"].kept) == (1, 1)
     assert {key[1] for key in rows if key[0] == "default"} == {"anchor", "full"}
     assert all(row.right == row.kept == 0 for row in found if row.kind == "passkey")
+
+
+def test_a_run_goes_on_where_it_stopped(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*codecs: str, depths: tuple[float, ...] = (0.5,)) -> list[TaskRow]:
+        return bench_tasks(
+            model, parse_methods(codecs), [DOCUMENT], tokens=(TOKENS,), depths=depths, state=tmp_path / "state.jsonl"
+        )
+
+    first = run("int4")
+    with_more = run("int4", "raw")
+    assert [row for row in with_more if row.codec != "raw"] == first
+    assert len((tmp_path / "state.jsonl").read_text().splitlines()) == 3 * len(NEEDLES)
+    monkeypatch.setattr("lynxkv.bench.tasks.prefill", lambda *arguments: pytest.fail("asked again"))
+    assert run("int4", "raw") == with_more
+    with pytest.raises(pytest.fail.Exception):
+        run("int4", depths=(0.7,))
+
+
+def test_a_sparse_fetch_is_charged_for_what_its_answer_fetched(model: Model) -> None:
+    found = bench_tasks(
+        model, parse_methods(["sparq:components=1,top_tokens=4", "raw"]), [DOCUMENT], tokens=(TOKENS,), depths=(0.5,)
+    )
+    bits = {row.codec: row.bits for row in found}
+    assert 0 < bits["sparq:components=1,top_tokens=4"] < bits["original"] == 16 < bits["raw"]
+    assert live_cache(model, rounded(prefill(model, [5, 6])), 4).tokens == 2  # the model attends as before
 
 
 def test_a_needle_is_a_paragraph_at_its_depth() -> None:
@@ -90,8 +115,8 @@ def test_the_command(lynx: Lynx, model: Model, monkeypatch: pytest.MonkeyPatch) 
     assert {(row["codec"], row["kind"], row["asked"]) for row in content["rows"]} == {
         (codec, kind, 4) for codec in ("original", "int8") for kind in ("passkey", "fact")
     }
-    row = TaskRow(codec="int8", precision="full", kind="fact", tokens=64, right=0, kept=0, asked=4)
+    row = TaskRow(codec="int8", precision="full", kind="fact", tokens=64, right=0, kept=0, asked=4, bits=9.0)
     assert asdict(row).keys() == content["rows"][0].keys()
     table = lynx("bench", "tasks", "--quick", "--tokens", 64, "--codec", "int8").out
-    assert table.splitlines()[0].split() == ["codec", "precision", "task", "tokens", "right", "kept"]
+    assert table.splitlines()[0].split() == ["codec", "precision", "task", "tokens", "right", "kept", "bits"]
     assert sum(line.startswith("int8") for line in table.splitlines()) == 2

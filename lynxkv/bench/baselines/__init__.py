@@ -8,10 +8,12 @@ from lynxkv.bench.baselines.kivi import Kivi
 from lynxkv.bench.baselines.kvquant import KVQuant
 from lynxkv.bench.baselines.packages import Hqq, Quanto
 from lynxkv.bench.baselines.plain import BytePlanes, LinearSplit
+from lynxkv.bench.baselines.sparq import SparQ
 from lynxkv.bench.baselines.turboquant import TurboQuant
 
 BASELINES: dict[str, type[Baseline]] = {
-    baseline.name: baseline for baseline in (LinearSplit, Kivi, KVQuant, TurboQuant, CacheGen, BytePlanes, Quanto, Hqq)
+    baseline.name: baseline
+    for baseline in (LinearSplit, Kivi, KVQuant, TurboQuant, CacheGen, SparQ, BytePlanes, Quanto, Hqq)
 }
 
 __all__ = ["BASELINES", "Baseline", "BaselineMethod"]

@@ -49,8 +49,27 @@ class Baseline(ABC):
         return asdict(self)
 
     @abstractmethod
+    def stored(self, kv: KV) -> StoredCache:
+        """`kv` as the method keeps it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorBaseline(Baseline):
+    """A method that codes every tensor by itself."""
+
+    @abstractmethod
     def code(self, x: Tensor, tensor: TensorName, depth: float) -> Coded:
         """Code x [H, T, D], f32 values of bf16, of the layer at `depth` in [0, 1) of the model."""
+
+    def stored(self, kv: KV) -> StoredCache:
+        coded: list[dict[TensorName, Coded]] = [
+            {
+                name: self.code(x.to("cpu", torch.float32), name, number / len(kv.layers))
+                for name, x in layer.tensors.items()
+            }
+            for number, layer in enumerate(kv.layers)
+        ]
+        return CodedCache(coded)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,19 +86,14 @@ class BaselineMethod:
 
     @contextmanager
     def store(self, kv: KV) -> Iterator[StoredCache]:
-        """Code every tensor."""
-        coded = [
-            {
-                name: self.baseline.code(x.to("cpu", torch.float32), name, number / len(kv.layers))
-                for name, x in layer.tensors.items()
-            }
-            for number, layer in enumerate(kv.layers)
-        ]
-        yield BaselineStored(coded)
+        """Keep it as the baseline does."""
+        yield self.baseline.stored(kv)
 
 
-class BaselineStored:
+class CodedCache:
     """Coded tensors, layer by layer."""
+
+    sparse = None
 
     def __init__(self, coded: list[dict[TensorName, Coded]]) -> None:
         self._coded = coded

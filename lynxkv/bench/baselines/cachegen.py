@@ -12,13 +12,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lynxkv.bench.baselines.base import Baseline, Coded, affine
+from lynxkv.bench.baselines.base import Coded, TensorBaseline, affine
 from lynxkv.codecs.base import check_range
 from lynxkv.layout import TensorName
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheGen(Baseline):
+class CacheGen(TensorBaseline):
     """Groups of `group` tokens, the first in 8 bits; bins of `bin`, 2 and 3 times that by thirds of the layers."""
 
     name: ClassVar[str] = "cachegen"

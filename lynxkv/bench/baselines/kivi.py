@@ -11,13 +11,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from lynxkv.bench.baselines.base import Baseline, Coded, affine
+from lynxkv.bench.baselines.base import Coded, TensorBaseline, affine
 from lynxkv.codecs.base import check_range
 from lynxkv.layout import TensorName
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kivi(Baseline):
+class Kivi(TensorBaseline):
     """`bits` 1 to 8, groups of `group`, the last `window` tokens whole."""
 
     name: ClassVar[str] = "kivi"

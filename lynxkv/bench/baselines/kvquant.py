@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lynxkv.bench.baselines.base import Baseline, Coded
+from lynxkv.bench.baselines.base import Coded, TensorBaseline
 from lynxkv.codecs.base import check_range
 from lynxkv.layout import TensorName
 
@@ -21,7 +21,7 @@ _ROUNDS = 25
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVQuant(Baseline):
+class KVQuant(TensorBaseline):
     """`bits` a code, `outliers` the share of values of a vector that are stored in 32 bits, value and index."""
 
     name: ClassVar[str] = "kvquant"

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lynxkv.bench.baselines.base import Baseline, Coded
+from lynxkv.bench.baselines.base import Coded, TensorBaseline
 from lynxkv.codecs.base import check_range
 from lynxkv.errors import InputError
 from lynxkv.layout import TensorName
@@ -24,7 +24,7 @@ def is_installed(package: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Packaged(Baseline):
+class _Packaged(TensorBaseline):
     """A layer of transformers' cache quantises the whole tensor; its codes are counted with the scales it made.
 
     `axis` is the package's: what shares a scale.

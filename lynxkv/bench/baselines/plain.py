@@ -9,13 +9,13 @@ import torch
 import zstandard
 from torch import Tensor
 
-from lynxkv.bench.baselines.base import Baseline, Coded
+from lynxkv.bench.baselines.base import Coded, TensorBaseline
 from lynxkv.codecs.base import check_range
 from lynxkv.layout import TensorName
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearSplit(Baseline):
+class LinearSplit(TensorBaseline):
     """INT8 between each token's extremes over all heads, as `int8`, whose upper four bits are the anchor.
 
     An anchor code decodes to the middle of its sixteen levels.
@@ -37,7 +37,7 @@ class LinearSplit(Baseline):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BytePlanes(Baseline):
+class BytePlanes(TensorBaseline):
     """bf16 without loss: the upper bytes of all values of a tensor, channel by channel, then the lower, under zstd."""
 
     name: ClassVar[str] = "byte-planes"

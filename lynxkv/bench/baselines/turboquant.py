@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lynxkv.bench.baselines.base import Baseline, Coded
+from lynxkv.bench.baselines.base import Coded, TensorBaseline
 from lynxkv.codecs.base import check_range
 from lynxkv.kernels.rounding import round_to
 from lynxkv.layout import TensorName
@@ -23,7 +23,7 @@ _ROUNDS = 500
 
 
 @dataclass(frozen=True, kw_only=True)
-class TurboQuant(Baseline):
+class TurboQuant(TensorBaseline):
     """`bits` a coordinate."""
 
     name: ClassVar[str] = "turboquant"
