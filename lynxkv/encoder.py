@@ -6,6 +6,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from lynxkv._version import __version__
 from lynxkv.codecs import Codec, get_codec
 from lynxkv.errors import FormatError, InputError
 from lynxkv.format.document import VERSION
+from lynxkv.format.index import anchor_plans
 from lynxkv.format.limits import (
     MAX_CHANNELS,
     MAX_HEAD_DIM,
@@ -26,7 +28,7 @@ from lynxkv.format.limits import (
     MAX_TOKENS,
 )
 from lynxkv.format.read import read_anchor_head, read_residual_head
-from lynxkv.format.write import Payload, Shard, build_shards, payload
+from lynxkv.format.write import Buffer, Payload, Shard, build_shards, laid_out, payload
 from lynxkv.kernels import EntropyTables, Tables, dequantize, pack_exact, quantize
 from lynxkv.kv import KV, check_tensor
 from lynxkv.layout import (
@@ -110,19 +112,21 @@ def encode(
     residual_store = None if residual_url is None else Store.of_residuals(residual_url)
     if residual_store is not None:
         residual_store.check_writable()
-    cache = encode_shards(
-        kv,
-        codec=codec,
-        dtype=dtype,
-        identity=identity,
-        exact=exact,
-        logits=logits,
-        store_token_ids=store_token_ids,
-        progress=progress,
-    )
-    ref = cache.header.residual
-    residual = (ref.name, cache.residual) if ref is not None and cache.residual is not None else None
-    store.publish(cache.anchor, residual, overwrite=overwrite, residual_store=residual_store)
+    with store.starting_anchor() as upload:
+        cache = encode_shards(
+            kv,
+            codec=codec,
+            dtype=dtype,
+            identity=identity,
+            exact=exact,
+            logits=logits,
+            store_token_ids=store_token_ids,
+            progress=progress,
+            on_anchor=partial(store.send, upload) if upload is not None else None,
+        )
+        ref = cache.header.residual
+        residual = (ref.name, cache.residual) if ref is not None and cache.residual is not None else None
+        store.publish(cache.anchor, residual, overwrite=overwrite, residual_store=residual_store, upload=upload)
     return EncodeReport(
         url=store.url,
         cache_id=cache.header.cache_id,
@@ -144,8 +148,9 @@ def encode_shards(
     logits: Tensor | None = None,
     store_token_ids: bool = True,
     progress: Progress | None = None,
+    on_anchor: Callable[[Buffer], None] | None = None,
 ) -> EncodedCache:
-    """Encode a KV cache in memory; see `encode`."""
+    """Encode a KV cache in memory; see `encode`. `on_anchor` gets what follows the Anchor's head as it is made."""
     method = check_options(codec, dtype)
     header = _describe(kv, method, dtype, identity or Identity(), exact=exact, store_token_ids=store_token_ids)
     if logits is not None:
@@ -153,11 +158,17 @@ def encode_shards(
     count = len(header.tensors)
     with torch_alone():
         encoding = _Encoding(kv, header, method)
+        sent = 0
         # One thread goes through the tensors, while others quantise, compress and digest the segments of the last ones.
         for part, sealed in map_ordered(encoding.seal, encoding.parts(), threads=threads()):
             encoding.add(part, sealed)
+            done = part.ref.ordinal + part.ends_tensor
+            if on_anchor is not None and done > sent:
+                for buffer in encoding.anchor_data(sent, done):
+                    on_anchor(buffer)
+                sent = done
             if progress:
-                progress("quantise", part.ref.ordinal + part.ends_tensor, count)
+                progress("quantise", done, count)
     anchor, residual = encoding.anchor, encoding.residual
     if progress:
         progress("quantise", count, count)
@@ -284,6 +295,12 @@ class _Encoding:
             self.residual[f"{key}.residual"].append(sealed.residual)
         if sealed.exact is not None:
             self.residual[f"{key}.exact"].append(sealed.exact)
+
+    def anchor_data(self, start: int, stop: int) -> Iterator[Buffer]:
+        """What the Anchor will hold of the tensors with these ordinals, all of whose segments have been added."""
+        for plan in anchor_plans(self.header):
+            if plan.tensor is not None and start <= plan.tensor.ordinal < stop:
+                yield from laid_out(plan, self.anchor[plan.name])
 
     def _exact_raw(self, part: _Part, first: U8, second: U8 | None) -> U8:
         """Decode a segment again and take the difference to the original."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
@@ -17,6 +17,7 @@ from lynxkv.layout import CacheHeader
 from lynxkv.store import SUFFIX, Store, Url
 from lynxkv.store.prefix import file_system
 from lynxkv.store.problems import reading, writing
+from lynxkv.store.uploads import unfinished
 
 # Objects that lynxkv writes, and those that killed writers leave behind. Nothing else is ever removed.
 _OWN = re.compile(r"anchor\.safetensors|residual-[0-9a-f]+\.safetensors")
@@ -110,7 +111,8 @@ def prune(
     """Remove what is not needed any more under a folder or prefix.
 
     These are, in this order: Residuals that no Anchor names and what killed writers left, once that has been so for
-    `grace_s`, since somebody may have the old Anchor open; caches that are older than `older_than_s`; and the oldest
+    `grace_s`, since somebody may have the old Anchor open; uploads that were started so long ago and never completed,
+    which nobody sees and somebody pays for; caches that are older than `older_than_s`; and the oldest
     ones while all together take more than `max_bytes`. No cache younger than `grace_s` is removed.
 
     Readers on this machine's disks keep what they have opened. Others get a `CacheNotFoundError` if the cache they are
@@ -134,6 +136,7 @@ def prune(
             removed.append(_remove(cache, old, "needed by no cache", dry_run=dry_run))
         if anchor is not None:
             caches.append((anchor.modified_s, cache, [item for item in objects if item not in old]))
+    removed += _end_uploads(url, started_before_s=now - grace_s, dry_run=dry_run)
     if (older_than_s is not None or max_bytes is not None) and any(modified is None for modified, _, _ in caches):
         raise InputError(f"{url}: the store does not tell how old its objects are", hint="remove caches with lynxkv rm")
     caches.sort(key=lambda item: item[0] or 0.0)
@@ -181,6 +184,21 @@ def find_objects(url: Url) -> dict[str, list[StoredObject]]:
         item = StoredObject(name=name, bytes=int(info["size"] or 0), modified_s=_modified(info))
         found.setdefault(url + folder.removeprefix(base), []).append(item)
     return found
+
+
+def _end_uploads(url: Url, *, started_before_s: float, dry_run: bool) -> Iterator[Removed]:
+    """End uploads to S3 that lynxkv has started before a time and that were not completed."""
+    fs, base, url = file_system(url)
+    with writing(url):
+        for item in unfinished(fs, base):
+            folder, _, name = item.path.rpartition("/")
+            if item.started_s > started_before_s or not (_OWN.fullmatch(name) or _LEFT_BEHIND.fullmatch(name)):
+                continue
+            taken = item.bytes(fs)
+            if not dry_run:
+                item.abort(fs)
+            where = url + folder.removeprefix(base)
+            yield Removed(url=where, reason="upload never completed", objects=(name,), bytes=taken)
 
 
 def _entry(found: tuple[str, list[StoredObject]]) -> CacheEntry:

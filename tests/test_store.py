@@ -17,7 +17,7 @@ from fsspec.registry import _registry
 
 import lynxkv
 from lynxkv.store import Link, Store
-from lynxkv.store.writers import LocalWriter
+from lynxkv.store.writers import LocalWriter, _claimed
 from lynxkv.testing.kv import random_kv
 
 
@@ -142,15 +142,54 @@ def test_without_hard_links_nothing_is_replaced_either(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_hard_links")
-def test_a_claim_keeps_others_out_until_it_is_stale(tmp_path: Path) -> None:
-    claim = tmp_path / ".anchor.safetensors.claim"
-    claim.touch()
+def test_a_claim_keeps_others_out_while_it_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lynxkv.store.writers.CLAIM_S", 0.02)
+    final = tmp_path / "anchor.safetensors"
     writer = LocalWriter(tmp_path)
-    with pytest.raises(FileExistsError):
-        writer.put("anchor.safetensors", [b"new"], overwrite=False)
-    os.utime(claim, (0, 0))
-    writer.put("anchor.safetensors", [b"new"], overwrite=False)
+    with _claimed(final), pytest.raises(TimeoutError, match="another writer"):
+        writer.put(final.name, [b"new"], overwrite=False)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / ".anchor.safetensors.claim").touch()  # a killed writer's
+    writer.put(final.name, [b"new"], overwrite=False)
     assert [path.name for path in tmp_path.iterdir()] == ["anchor.safetensors"]
+
+
+@pytest.mark.usefixtures("no_hard_links")
+def test_claims_are_held_one_at_a_time(tmp_path: Path) -> None:
+    """Though each removes its claim's file when it is done, while others wait for it with the file open."""
+    inside: list[int] = []
+    most = 0
+
+    def claim(number: int) -> None:
+        nonlocal most
+        with _claimed(tmp_path / "anchor.safetensors"):
+            inside.append(number)
+            most = max(most, len(inside))
+            time.sleep(0)
+            inside.remove(number)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(claim, range(200)))
+    assert most == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_read_that_returns_less_than_there_is_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = tmp_path / "a.lynx"
+    lynxkv.encode(random_kv(), url)
+    stock, calls = os.pread, 0
+
+    def some(descriptor: int, size: int, offset: int) -> bytes:
+        nonlocal calls
+        calls += 1
+        return stock(descriptor, min(size, 100), offset)
+
+    right = lynxkv.load(url)
+    monkeypatch.setattr(os, "pread", some)
+    loaded = lynxkv.load(url)
+    assert calls > 20
+    for mine, other in zip(loaded.layers, right.layers, strict=True):
+        assert all(mine.tensors[name].equal(tensor) for name, tensor in other.tensors.items())
 
 
 @pytest.mark.parametrize("inside", ["a.lynx", "more/a.lynx", "."])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,6 +96,7 @@ class _Layout:
             if plan.part == "exact" and exact_start is None:
                 exact_start = at
             start, position = at, len(self.arrays)
+            self.data.extend(laid_out(plan, payloads[plan.name]))
             for i, item in enumerate(payloads[plan.name]):
                 first = plan.plans[i].first_token if plan.plans else 0
                 entries[number] = (
@@ -103,15 +104,14 @@ class _Layout:
                     np.frombuffer(item.sha256, np.uint8),
                 )  # fmt: skip
                 number += 1
-                self.data.append(item.stored)
                 at += len(item.stored)
                 if not plan.shape:
-                    at = self._fill(at)
+                    at = roundup(at, ALIGNMENT_BYTES)
             self.arrays.append(
                 ArrayInfo(name=plan.name, dtype=plan.dtype, shape=plan.shape or (at - start,), start=start, stop=at)
             )
             if at % ALIGNMENT_BYTES:
-                start, at = at, self._fill(at)
+                start, at = at, roundup(at, ALIGNMENT_BYTES)
                 self.arrays.append(ArrayInfo(name=f"pad.{pads}", dtype="U8", shape=(at - start,), start=start, stop=at))
                 pads += 1
         self.bytes = at
@@ -130,8 +130,15 @@ class _Layout:
             header_sha256=digest.hexdigest(),
         )
 
-    def _fill(self, at: int) -> int:
-        aligned = roundup(at, ALIGNMENT_BYTES)
-        if aligned > at:
-            self.data.append(bytes(aligned - at))
-        return aligned
+
+def laid_out(plan: ArrayPlan, payloads: Iterable[Payload]) -> Iterator[Buffer]:
+    """The bytes of one array of a shard, up to where the next one starts; both are aligned (SPEC 4, 5.1)."""
+    at = 0
+    for item in payloads:
+        yield item.stored
+        at += len(item.stored)
+        if not plan.shape and at % ALIGNMENT_BYTES:
+            yield bytes(-at % ALIGNMENT_BYTES)
+            at = roundup(at, ALIGNMENT_BYTES)
+    if at % ALIGNMENT_BYTES:
+        yield bytes(-at % ALIGNMENT_BYTES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from fsspec.implementations.local import LocalFileSystem
 from lynxkv.errors import CacheNotFoundError, FetchError, InputError, StoreError
 from lynxkv.format.document import ANCHOR_NAME
 from lynxkv.format.read import read_anchor_head
-from lynxkv.format.write import Shard
+from lynxkv.format.write import Buffer, Shard
 from lynxkv.store.problems import exists_already, hint_of, in_the_way, reading, unknown_scheme, words_of, writing
+from lynxkv.store.uploads import Upload
 from lynxkv.store.writers import writer_for
 
 SUFFIX = ".lynx"
@@ -143,6 +145,29 @@ class Store:
             self._check_path()
             self._writer.probe()
 
+    @contextlib.contextmanager
+    def starting_anchor(self) -> Iterator[Upload | None]:
+        """An upload of the Anchor, to `send` to while it is made and then to `publish`; None where that is of no use.
+
+        What has been sent is given up if the block is left by an error.
+        """
+        upload = self._writer.start(ANCHOR_NAME)
+        try:
+            yield upload
+        except BaseException:
+            if upload is not None:
+                upload.abort()
+            raise
+
+    def send(self, upload: Upload, buffer: Buffer) -> None:
+        """Send the next bytes of the Anchor.
+
+        Raises:
+            StoreError: some of them could not be written.
+        """
+        with writing(self.url):
+            upload.write(buffer)
+
     def publish(
         self,
         anchor: Shard,
@@ -150,11 +175,12 @@ class Store:
         *,
         overwrite: bool,
         residual_store: Store | None = None,
+        upload: Upload | None = None,
     ) -> None:
         """Write the Residual, then the Anchor; whoever sees the Anchor sees a complete cache.
 
         The Residual of a cache that is replaced stays: a reader may have its Anchor open. With `residual_store` it goes
-        there; readers have to be told.
+        there; readers have to be told. `upload` is what has been sent of the Anchor.
 
         Raises:
             CacheExistsError: an Anchor is there and `overwrite` is false.
@@ -170,7 +196,7 @@ class Store:
             with writing(self.url):
                 if residual is not None:
                     beside._writer.put(residual[0], residual[1].buffers, overwrite=True)
-                self._put_anchor(anchor, overwrite=overwrite)
+                self._put_anchor(anchor, upload, overwrite=overwrite)
                 if residual is not None and not beside.exists(residual[0]):
                     # A writer of the same bytes failed meanwhile and has taken the Residual with it.
                     beside._writer.put(residual[0], residual[1].buffers, overwrite=True)
@@ -179,9 +205,12 @@ class Store:
                 self._withdraw(residual[0], beside)
             raise
 
-    def _put_anchor(self, anchor: Shard, *, overwrite: bool) -> None:
+    def _put_anchor(self, anchor: Shard, upload: Upload | None, *, overwrite: bool) -> None:
         try:
-            self._writer.put(ANCHOR_NAME, anchor.buffers, overwrite=overwrite)
+            if upload is not None:
+                upload.complete(anchor.buffers, create=not overwrite)
+            else:
+                self._writer.put(ANCHOR_NAME, anchor.buffers, overwrite=overwrite)
         except FileExistsError as error:
             # A client that has lost the answer to its first attempt is refused by its own object.
             if bytes(anchor.buffers[0]) != self.read(ANCHOR_NAME, 0, anchor.header_bytes):

@@ -22,12 +22,17 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from lynxkv.format.write import Buffer
-from lynxkv.store.problems import s3_code
+from lynxkv.store.uploads import Upload
+
+try:
+    import fcntl
+except ImportError:
+    fcntl = None  # type: ignore[assignment]
 
 # What `os.link` fails with where hard links are not to be had: FAT, some network and container mounts.
 NO_LINKS = frozenset({errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
-# A claim is held for one rename. One as old as this belongs to a writer that was killed.
-STALE_CLAIM_S = 60.0
+# A claim is held for one rename.
+CLAIM_S = 10.0
 
 
 class Writer(Protocol):
@@ -39,6 +44,10 @@ class Writer(Protocol):
 
     def put(self, name: str, buffers: Iterable[Buffer], *, overwrite: bool) -> None:
         """Write one object, whole or not at all; FileExistsError if it is there and `overwrite` is false."""
+        ...
+
+    def start(self, name: str) -> Upload | None:
+        """Start to write an object whose first bytes are not known yet, where that is of use."""
         ...
 
     def remove(self, name: str) -> None:
@@ -84,6 +93,9 @@ class LocalWriter:
                 temporary.unlink()
             self._tidy()
 
+    def start(self, name: str) -> Upload | None:
+        return None
+
     def remove(self, name: str) -> None:
         (self.folder / name).unlink(missing_ok=True)
         self._tidy()
@@ -120,6 +132,9 @@ class MovingWriter:
                 self.fs.rm_file(temporary)
             raise
 
+    def start(self, name: str) -> Upload | None:
+        return None
+
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self.fs.rm_file(f"{self.path}/{name}")
@@ -140,13 +155,16 @@ class ObjectWriter:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), final)
         _upload(self.fs, final, buffers)
 
+    def start(self, name: str) -> Upload | None:
+        return None
+
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self.fs.rm_file(f"{self.path}/{name}")
 
 
 class S3Writer(ObjectWriter):
-    """Objects on S3: in parts above 50 MiB, and created on condition that nobody else has created them."""
+    """Objects on S3: large ones in parts, and created on condition that nobody else has created them."""
 
     def probe(self) -> None:
         # What needs the same permissions as writing, and leaves nothing.
@@ -154,27 +172,33 @@ class S3Writer(ObjectWriter):
         upload = self.fs.call_s3("create_multipart_upload", Bucket=bucket, Key=key)
         self.fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload["UploadId"])
 
+    def start(self, name: str) -> Upload | None:
+        if self.fs.fixed_upload_size:  # a server that wants parts of one size: what comes first would have another
+            return None
+        return Upload(self.fs, f"{self.path}/{name}")
+
     def put(self, name: str, buffers: Iterable[Buffer], *, overwrite: bool) -> None:
-        if overwrite:
-            super().put(name, buffers, overwrite=True)
+        upload = self.start(name)
+        if upload is None:
+            super().put(name, buffers, overwrite=overwrite)
             return
+        buffers = list(buffers)
         try:
-            _upload(self.fs, f"{self.path}/{name}", buffers, mode="xb")
-        except Exception as error:
-            if s3_code(error) in ("PreconditionFailed", "ConditionalRequestConflict"):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name) from error
-            if s3_code(error) != "NotImplemented":
-                raise
-            super().put(name, buffers, overwrite=False)  # a server that knows no conditions
+            for buffer in buffers:
+                upload.write(buffer)
+        except BaseException:
+            upload.abort()
+            raise
+        upload.complete(buffers, create=not overwrite)
 
 
 def _temporary(name: str) -> str:
     return f".{name}.{uuid.uuid4().hex}"
 
 
-def _upload(fs: Any, path: str, buffers: Iterable[Buffer], mode: str = "wb") -> None:
+def _upload(fs: Any, path: str, buffers: Iterable[Buffer]) -> None:
     # Leaving the `with` block of a buffered fsspec file completes it, whatever the reason for leaving.
-    file = fs.open(path, mode)
+    file = fs.open(path, "wb")
     try:
         for buffer in buffers:
             file.write(buffer)
@@ -218,16 +242,39 @@ def _place(temporary: Path, final: Path) -> None:
 
 @contextlib.contextmanager
 def _claimed(final: Path) -> Iterator[None]:
-    """Keep other writers of `final` out, where only creating a file is atomic."""
-    claim = final.parent / f".{final.name}.claim"
-    with contextlib.suppress(FileNotFoundError):
-        if time.time() - claim.stat().st_mtime > STALE_CLAIM_S:
-            claim.unlink()
-    os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-    try:
+    """Keep other writers of `final` out. The claim is a lock, which ends with whoever holds it, however that is.
+
+    Raises:
+        TimeoutError: another writer holds it, for longer than a rename takes.
+    """
+    if fcntl is None:  # where renaming does not replace what is there
         yield
-    finally:
-        claim.unlink(missing_ok=True)
+        return
+    claim, until = final.parent / f".{final.name}.claim", time.monotonic() + CLAIM_S
+    while True:
+        with claim.open("ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise TimeoutError(f"another writer holds {claim} and does not go on") from None
+                time.sleep(0.005)
+                continue
+            try:
+                if not _is_at(file, claim):  # the one before has removed it
+                    continue
+                yield
+                return
+            finally:
+                if _is_at(file, claim):
+                    claim.unlink()
+
+
+def _is_at(file: BinaryIO, path: Path) -> bool:
+    """Whether an open file still has this name."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    return False
 
 
 def _flush_folder(folder: Path) -> None:

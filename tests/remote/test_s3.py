@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lynxkv.fetch import FetchOptions
 from lynxkv.fetch.reader import CacheReader
 from lynxkv.store import Store
 from lynxkv.store.transport import S3Transport, transport_for
+from lynxkv.store.uploads import Upload, unfinished
 from lynxkv.testing.kv import random_kv
 
 TRANSPORTS: tuple[TransportName, ...] = ("fsspec", "obstore")
@@ -79,6 +81,82 @@ def test_of_many_writers_one_wins(url: str) -> None:
     assert not report.orphans
 
 
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S3 refuses them, but only when they are to become an object."""
+    monkeypatch.setattr("lynxkv.store.uploads.PART_BYTES", 10_000)
+    monkeypatch.setattr("lynxkv.store.uploads.SINGLE_BYTES", 0)
+
+
+def test_parts_are_sent_while_others_are_quantised(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lynxkv.store.uploads.PART_BYTES", 5 << 20)
+    store = Store(url)
+    started: list[int] = []
+
+    def look(what: str, done: int, count: int) -> None:
+        started.append(len(list(unfinished(store.fs, store.path))) if done < count else 0)
+
+    kv = random_kv(layers=6, heads=8, tokens=1000, head_dim=128)
+    report = lynxkv.encode(kv, url, codec="raw", progress=look)
+    assert report.bytes_anchor > 16 << 20
+    assert max(started) == 1
+    assert lynxkv.check(url).cache_id == report.cache_id
+    assert not list(unfinished(store.fs, store.path))
+    with pytest.raises(lynxkv.CacheExistsError):
+        lynxkv.encode(kv, url)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_an_upload_that_fails_leaves_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(url)
+
+    def interrupt(what: str, done: int, count: int) -> None:
+        if done == 8:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lynxkv.encode(random_kv(layers=6, tokens=500), url, progress=interrupt)
+    stock, calls = type(store.fs)._call_s3, 0
+
+    async def forbidden(self: Any, method: str, *settings: Any, **what: Any) -> Any:
+        nonlocal calls
+        calls += method == "upload_part"
+        if method == "upload_part" and calls > 3:
+            raise PermissionError("Access Denied")
+        return await stock(self, method, *settings, **what)
+
+    monkeypatch.setattr(type(store.fs), "_call_s3", forbidden)
+    with pytest.raises(lynxkv.StoreError, match="Access Denied"):
+        lynxkv.encode(random_kv(layers=6, tokens=500), url)
+    assert not list(unfinished(store.fs, store.path))
+    assert not store.try_objects()
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_pruning_ends_uploads_of_killed_writers(url: str, s3: str) -> None:
+    store = Store(url)
+    parts = [bytes(8_000)] * 9
+    for name in ("anchor.safetensors", "residual-0123456789abcdef.safetensors", "notes.txt"):
+        upload = Upload(store.fs, store.path_of(name))
+        for part in parts:
+            upload.write(part)
+        wait(upload._parts)
+    lynxkv.encode(random_kv(), url)  # is not in the way
+    assert not lynxkv.prune(url).removed
+    preview = lynxkv.prune(url, grace_s=0, now_s=lambda: time.time() + 60, dry_run=True)
+    report = lynxkv.prune(url, grace_s=0, now_s=lambda: time.time() + 60)
+    assert report.removed == preview.removed
+    assert {(item.reason, *item.objects) for item in report.removed} == {
+        ("upload never completed", "anchor.safetensors"),
+        ("upload never completed", "residual-0123456789abcdef.safetensors"),
+    }
+    assert all(item.url == url and item.bytes >= 40_000 for item in report.removed)
+    (left,) = unfinished(store.fs, store.path)
+    assert left.path.endswith("notes.txt")
+    left.abort(store.fs)
+    assert lynxkv.check(url).tokens == 70
+
+
 @pytest.mark.slow
 def test_large_objects_are_created_on_condition_too(url: str) -> None:
     """In several parts, the last of them completed under the condition."""
@@ -88,7 +166,7 @@ def test_large_objects_are_created_on_condition_too(url: str) -> None:
     assert store.size("big") == 60 << 20
     with pytest.raises(FileExistsError):
         store._writer.put("big", parts, overwrite=False)
-    assert not store.fs.list_multipart_uploads(url.split("/")[2])
+    assert not list(unfinished(store.fs, store.path))
     store._writer.remove("big")
     assert not store.exists("big")
 
@@ -181,7 +259,7 @@ def test_probing_a_target_leaves_nothing(url: str) -> None:
     store = Store(url)
     store.check_target(overwrite=False)
     assert not store.try_objects()
-    assert not store.fs.list_multipart_uploads(url.split("/")[2])
+    assert not list(unfinished(store.fs, store.path))
 
 
 def test_obstore_is_the_default_where_it_does_what_s3fs_would(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
