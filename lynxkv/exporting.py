@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import uuid
@@ -48,25 +49,30 @@ def export(
         FormatError: the cache is damaged.
     """
     target = Path(path)
-    if not overwrite and target.exists():
-        raise StoreError(f"{target} exists already", hint="give another name, or --force to replace it")
-    if not target.parent.is_dir():
-        raise StoreError(f"cannot write {target}: there is no such folder", hint="make the folder first")
+    with writing(str(target)):
+        if not overwrite and target.exists():
+            raise StoreError(f"{target} exists already", hint="give another name, or --force to replace it")
+        if target.is_dir():
+            raise StoreError(f"cannot write {target}: it is a folder", hint="give the name of a file")
+        if not target.parent.is_dir():
+            raise StoreError(f"cannot write {target}: there is no such folder", hint="make the folder first")
     kv = load(url, precision=precision, link=link, options=options)
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
+        kv_to_safetensors(kv, temporary)
         with writing(str(target)):
-            kv_to_safetensors(kv, temporary)
             if not overwrite and target.exists():
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
             temporary.replace(target)
+            size = target.stat().st_size
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
     return ExportReport(
         url=os.fspath(url),
         path=str(target),
         precision=kv.precision or precision,
         tokens=kv.tokens,
         layers=len(kv.layers),
-        bytes=target.stat().st_size,
+        bytes=size,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +16,7 @@ from torch import Tensor
 from lynxkv.choices import Precision
 from lynxkv.errors import InputError
 from lynxkv.layout import LayerKind, TensorName
+from lynxkv.store.problems import writing
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -74,6 +77,7 @@ def kv_to_safetensors(kv: KV, path: str | Path) -> None:
 
     Raises:
         InputError: a layer does not hold all tokens (sliding window); that needs a lynxkv cache.
+        StoreError: the file cannot be written.
     """
     tensors: dict[str, Tensor] = {}
     for number, layer in enumerate(kv.layers):
@@ -83,7 +87,17 @@ def kv_to_safetensors(kv: KV, path: str | Path) -> None:
             tensors[f"layer.{number}.{name}"] = tensor.contiguous()
     if kv.token_ids is not None:
         tensors["token_ids"] = torch.tensor(kv.token_ids, dtype=torch.int64)
-    safetensors.torch.save_file(tensors, str(path))
+    with writing(str(path)):
+        try:
+            safetensors.torch.save_file(tensors, str(path))
+        except safetensors.SafetensorError as error:
+            raise _os_error(error) from error
+
+
+def _os_error(error: safetensors.SafetensorError) -> Exception:
+    """The system's error that safetensors, which is not written in Python, has only kept the number of."""
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    return error if number is None else OSError(int(number[1]), os.strerror(int(number[1])))
 
 
 def kv_from_safetensors(path: str | Path) -> KV:

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 from lynxkv.errors import FetchError, InputError
 from lynxkv.store.prefix import Store
+from lynxkv.store.problems import is_past_end
 from lynxkv.store.transport import CHUNK_BYTES, NO_RANGES_HINT, Answer, chunks_of
 
 # Time limits and retries are the caller's, so that both transports behave the same.
@@ -49,7 +50,7 @@ class ObstoreTransport:
         except self._obstore.exceptions.NotSupportedError as error:
             raise FetchError(f"{self.store.url}/{name}: {error}", hint=NO_RANGES_HINT) from error
         except self._obstore.exceptions.GenericError as error:
-            if "416" not in str(error):
+            if not is_past_end(error):
                 raise
             yield Answer(chunks=chunks_of(b""))
             return

@@ -16,7 +16,16 @@ from lynxkv.errors import CacheNotFoundError, FetchError, InputError, StoreError
 from lynxkv.format.document import ANCHOR_NAME
 from lynxkv.format.read import read_anchor_head
 from lynxkv.format.write import Buffer, Shard
-from lynxkv.store.problems import exists_already, hint_of, in_the_way, reading, unknown_scheme, words_of, writing
+from lynxkv.store.problems import (
+    exists_already,
+    hint_of,
+    in_the_way,
+    is_past_end,
+    reading,
+    unknown_scheme,
+    words_of,
+    writing,
+)
 from lynxkv.store.uploads import Upload
 from lynxkv.store.writers import writer_for
 
@@ -98,7 +107,12 @@ class Store:
             FetchError: the read failed, or the server sent more than was asked for.
         """
         with reading(self.url, name):
-            data: bytes = self.fs.cat_file(self.path_of(name), start=start, end=stop)
+            try:
+                data: bytes = self.fs.cat_file(self.path_of(name), start=start, end=stop)
+            except Exception as error:
+                if not is_past_end(error):
+                    raise
+                return b""
         if len(data) > stop - start:
             raise FetchError(
                 f"{self.url}/{name}: asked for {stop - start} bytes, got {len(data)}",

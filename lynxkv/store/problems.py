@@ -25,21 +25,41 @@ LASTING = (
     ValueError, TypeError, AttributeError, ImportError, NotImplementedError,
 )  # fmt: skip
 OF_PATHS = (errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.EINVAL, errno.ENODEV)
-# What obstore's errors go on with is for its authors.
-QUOTED_FROM = "Debug source:"
+# What the errors of obstore and of Azure's client go on with is for their authors.
+QUOTED_UNTIL = re.compile(r"(?s)(.*?)(?:Debug source:|\nRequestId:|\Z)")
 _XML = re.compile(r"<(Code|Message)>([^<]*)</")
+# As obstore says it.
+_STATUS = re.compile(r"status code: (\d{3})\b")
+# Names that clients have for the HTTP status: aiohttp, Azure's, and gcsfs's and urllib's.
+_STATUS_NAMES = ("status", "status_code", "code")
 # In the names and words of errors that backends raise beside these.
-LASTING_MARKS = ("credential", "certificate", "permissiondenied", "unauthenticated", "notsupported", "invalidpath")
+LASTING_MARKS = (
+    "credential", "certificate", "permissiondenied", "unauthenticated", "notsupported", "invalidpath", "forbidden:",
+)  # fmt: skip
 
 # The first row one of whose words is in the error's text counts.
 HINTS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("nosuchbucket", "bucket does not exist", "invalidbucketname"), "check the bucket's name, region and endpoint"),
+    (
+        ("nosuchbucket", "bucket does not exist", "invalidbucketname", "container does not exist"),
+        "check the bucket's name, region and endpoint",
+    ),
     (("requesttimetooskewed", "request time"), "set this machine's clock"),
     (
-        ("signaturedoesnotmatch", "invalidaccesskeyid", "access key id", "credential", "expiredtoken", "unauthorized"),
-        "check the credentials: for S3, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the profile",
+        (
+            "signaturedoesnotmatch",
+            "invalidaccesskeyid",
+            "access key id",
+            "credential",
+            "expiredtoken",
+            "unauthorized",
+            "anonymous caller",
+            "invalid_grant",
+            "server failed to authenticate",
+        ),
+        "check the credentials: for S3, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the profile; for Google Cloud, "
+        "GOOGLE_APPLICATION_CREDENTIALS; for Azure, AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
     ),
-    (("accessdenied", "forbidden", "permission"), "check credentials and permissions"),
+    (("accessdenied", "forbidden", "permission", "not authorized"), "check credentials and permissions"),
     (("permanentredirect", "authorizationheadermalformed", "region"), "check the region: for S3, AWS_REGION"),
     (
         ("certificate", "sslerror", "ssl_error", "wrong version number"),
@@ -90,7 +110,7 @@ def words_of(error: BaseException) -> str:
         return "no answer in time"
     if isinstance(error, NotImplementedError):
         return "this kind of store cannot do that"
-    return str(error).partition(QUOTED_FROM)[0].strip() or type(error).__name__
+    return " ".join(_told(error).split()) or type(error).__name__
 
 
 def hint_of(error: BaseException) -> str:
@@ -101,7 +121,7 @@ def hint_of(error: BaseException) -> str:
         return "the disk is full; free space or write elsewhere"
     if isinstance(error, OSError) and error.errno in OF_PATHS:
         return "check the path and what is there"
-    text = f"{type(error).__name__} {str(error).partition(QUOTED_FROM)[0]} {error.__cause__} {s3_code(error)}".lower()
+    text = f"{type(error).__name__} {_told(error)} {error.__cause__} {s3_code(error)}".lower()
     if isinstance(error, PermissionError):
         text += " permission"
     return next(
@@ -115,7 +135,7 @@ def is_lasting(error: BaseException) -> bool:
     status = _status(error)
     if status is not None:
         return 400 <= status < 500 and status not in WORTH_RETRYING
-    text = f"{type(error).__name__} {str(error).partition(QUOTED_FROM)[0]}".lower()
+    text = f"{type(error).__name__} {_told(error)}".lower()
     return isinstance(error, LASTING) or any(mark in text for mark in LASTING_MARKS)
 
 
@@ -173,6 +193,9 @@ def _is_absent(error: BaseException) -> bool:
     code = s3_code(error)
     if code is not None:
         return code in ("404", "NoSuchKey", "NotFound")
+    status = _status(error)
+    if status is not None:
+        return status == 404
     # fsspec's HTTP says "not found" of servers it cannot reach, too.
     return isinstance(error, FileNotFoundError) and (
         error.__cause__ is None or isinstance(error.__cause__, (FileNotFoundError, KeyError))
@@ -198,10 +221,30 @@ def s3_code(error: BaseException) -> str | None:
 def _s3_error(error: BaseException) -> dict[str, Any]:
     """Code and message of S3's answer, which obstore quotes as it came."""
     stated: dict[str, Any] = _answer(error).get("Error", {})
-    return stated or dict(_XML.findall(str(error).partition(QUOTED_FROM)[0]))
+    return stated or dict(_XML.findall(_told(error)))
+
+
+def is_past_end(error: BaseException) -> bool:
+    """Whether the server says that the object ends before the range begins (416)."""
+    return s3_code(error) in ("InvalidRange", "416") or _status(error) == 416
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status that an error stands for."""
-    status = getattr(error, "status", None) or _answer(error).get("ResponseMetadata", {}).get("HTTPStatusCode")
-    return status if isinstance(status, int) else None
+    """The HTTP status that an error, or what it was raised from, stands for."""
+    status = _answer(error).get("ResponseMetadata", {}).get("HTTPStatusCode")
+    if isinstance(status, int):
+        return status
+    cause: BaseException | None = error
+    while cause is not None:
+        stated = _STATUS.search(_told(cause))
+        for found in (*(getattr(cause, name, None) for name in _STATUS_NAMES), stated and stated[1]):
+            if str(found).isdigit() and 100 <= int(str(found)) < 600:
+                return int(str(found))
+        cause = cause.__cause__
+    return None
+
+
+def _told(error: BaseException) -> str:
+    """The text of an error, without what is for the authors of its client."""
+    match = QUOTED_UNTIL.match(str(error))
+    return match[1] if match else str(error)

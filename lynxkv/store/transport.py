@@ -29,7 +29,7 @@ from lynxkv.choices import TransportName
 from lynxkv.errors import FetchError, InputError
 from lynxkv.store.files import SharedFile, open_plain
 from lynxkv.store.prefix import Store
-from lynxkv.store.problems import s3_code
+from lynxkv.store.problems import is_past_end
 
 _CONTENT_RANGE = re.compile(r"bytes (?:\d+-\d+|\*)/(\d+)")
 # At most so many at once: what has arrived is handed on, and the loop goes round.
@@ -113,7 +113,13 @@ class AsyncTransport:
     @asynccontextmanager
     async def get(self, name: str, start: int, stop: int) -> AsyncIterator[Answer]:
         """One chunk."""
-        yield _whole(await self.fs._cat_file(self.store.path_of(name), start=start, end=stop), start, stop)
+        try:
+            data = await self.fs._cat_file(self.store.path_of(name), start=start, end=stop)
+        except Exception as error:
+            if not is_past_end(error):
+                raise
+            data = b""
+        yield _whole(data, start, stop)
 
     async def size(self, name: str) -> int:
         """As the file system says."""
@@ -166,7 +172,7 @@ class S3Transport(AsyncTransport):
                 Bucket=bucket, Key=key, Range=f"bytes={start}-{stop - 1}", **self.fs.req_kw
             )
         except Exception as error:
-            if s3_code(error) not in ("InvalidRange", "416"):
+            if not is_past_end(error):
                 raise
             yield Answer(chunks=chunks_of(b""))
             return

@@ -129,7 +129,10 @@ class LynxLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.length = tokens - self.start
 
     def crop(self, tokens_to_remove: int) -> None:
-        """transformers' rollback: zero or less removes that many tokens, more than zero is the length to keep."""
+        """transformers' rollback: -n removes the last n tokens.
+
+        A positive number is the length to keep, as transformers had it at first; its own layers refuse one today.
+        """
         self.rollback(tokens_to_remove if tokens_to_remove > 0 else self.stop + tokens_to_remove)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -155,7 +158,7 @@ class LynxCache(Cache):
         cache = LynxCache.load("report.lynx", model, new_tokens=256)
         model.hf.generate(prompt_and_question_ids, past_key_values=cache)
 
-    `rollback(tokens)` takes an absolute length; `crop` is transformers' own relative form.
+    `rollback(tokens)` takes the length to keep; `crop(-n)`, transformers' own form, removes n tokens.
     """
 
     layers: list[LynxLayer]  # type: ignore[assignment]
