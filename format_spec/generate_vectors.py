@@ -48,6 +48,8 @@ def build() -> Files:
         flags: Document = {"unread": vector.unread, "decoded": vector.decoded}
         expected |= {flag: True for flag, value in flags.items() if value}
         add(f"invalid/{vector.name}", vector.files, expected)
+        for name, cache in vector.beside.items():
+            files.update({f"invalid/{name}/{file}": data for file, data in cache.items()})
     return files
 
 

@@ -13,7 +13,7 @@ import re
 import struct
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -37,8 +37,13 @@ HEX = re.compile(r"[0-9a-f]{64}")
 MAX_HEADER_BYTES, MAX_ARRAYS, MAX_LAYERS, MAX_CODINGS = 16 << 20, 65_536, 1_024, 64
 MAX_HEADS, MAX_HEAD_DIM, MAX_CHANNELS, MAX_TOKENS = 4_096, 4_096, 65_536, 2**31 - 1
 MAX_SEGMENTS, MAX_RAW_BYTES, MAX_STRING, MAX_INTEGER = 1 << 20, 64 << 20, 4_096, 2**53
-MAX_WINDOW_BYTES, MAX_LOGITS = 8 << 20, 1 << 24
+MAX_WINDOW_BYTES, MAX_LOGITS, MAX_PARENT_SPANS = 8 << 20, 1 << 24, 255
+# SPEC 9.4: "MUST have 6 to 255 characters, end in `.lynx`, not begin with a dot, and hold no ...".
+SIBLING = re.compile(r"(?!\.)[^/\\%?#:*\[\]\x00-\x1f\x7f]{1,250}\.lynx")
 EXACT = ".exact"
+# SPEC 9.1, without `turn`.
+DIGESTS = ("fingerprint", "tokenizer_sha256", "chat_template_sha256", "salt_sha256")
+IDENTITY = (*DIGESTS, "model_id", "revision", "rope", "adapter")
 
 
 class Refused(Exception):
@@ -137,16 +142,69 @@ class Cache:
     layers: list[dict[str, npt.NDArray[Any]]]
     token_ids: npt.NDArray[np.uint32] | None
     logits: F32 | None
+    prefix_sha256: bytes
 
 
 def read(folder: str | Path, precision: Precision = "full") -> Cache:
-    """Read a cache folder at one precision; anchor precision leaves the Residual alone, full its exact segments.
+    """Read a cache folder, and those that it continues, at one precision.
+
+    Anchor precision leaves Residuals alone, full their exact segments.
 
     Raises:
         Refused: the bytes are not what the SPEC allows.
-        OSError: an object of the cache is missing or cannot be read.
+        OSError: an object of the cache, or a cache that it continues, is missing or cannot be read.
     """
-    folder = Path(folder)
+    last, _ = read_one(Path(folder), precision)
+    refs = last.document["parent"]["spans"] if last.document["parent"] else []
+    spans: list[Cache] = []
+    for number, ref in enumerate(refs):
+        # SPEC 9.4.1: "`name` is the last part of a prefix `NAME.lynx/` beside this cache".
+        span, digest = read_one(Path(folder).parent / ref["name"], precision)
+        spans.append(span)
+        check_span(span, digest, last.document, number)
+    layers, ids = last.layers, last.token_ids
+    for ref, span in zip(reversed(refs), reversed(spans), strict=True):
+        # SPEC 9.4.5: positions at or after its `stop` "are not part of the chain".
+        count = ref["stop"] - span.document["tokens"]["start"]
+        layers = [
+            {name: np.concatenate([before[name][:, :count], after[name]], axis=1) for name in after}
+            for before, after in zip(span.layers, layers, strict=True)
+        ]
+        if ids is not None:
+            ids = None if span.token_ids is None else np.concatenate([span.token_ids[:count], ids])
+    if ids is not None and (spans or last.document["tokens"]["start"] == 0):
+        check_sequence(last.document, ids, last.prefix_sha256)
+    return replace(last, layers=layers, token_ids=ids)
+
+
+def check_span(span: Cache, digest: str, last: Document, number: int) -> None:
+    """SPEC 9.4.2 and 9.4.3: whether a cache is the one at place `number` before the one of document `last`."""
+    refs, own = last["parent"]["spans"], span.document
+    # "MUST refuse, naming the field, a span whose identity is not this cache's, `turn` aside."
+    known = bool(own["identity"]["fingerprint"] and last["identity"]["fingerprint"])
+    for name in IDENTITY:
+        stated, wanted = own["identity"][name], last["identity"][name]
+        # SPEC 9.1: null says nothing but in these two, and names nothing where both sides have a fingerprint.
+        unknown = name not in ("adapter", "salt_sha256") and None in (stated, wanted)
+        means_nothing = known and name in ("model_id", "revision")
+        need(stated == wanted or unknown or means_nothing, f"identity.{name}", "binding")
+    need(digest == refs[number]["header_sha256"], "another cache than the one that was continued", "binding")
+    start = refs[number - 1]["stop"] if number else 0
+    need(own["tokens"]["start"] == start, "a span starts elsewhere", "binding")
+    need(own["tokens"]["stop"] >= refs[number]["stop"], "a span is too short", "binding")
+    need((own["parent"]["spans"] if own["parent"] else []) == refs[:number], "a span of another chain", "binding")
+
+    def shapes(document: Document) -> list[Any]:
+        tensors = [layer["tensors"] for layer in document["layers"]]
+        return [{name: (t["heads"], t["head_dim"]) for name, t in layer.items()} for layer in tensors]
+
+    need((own["dtype"], shapes(own)) == (last["dtype"], shapes(last)), "a span of other shape", "binding")
+    # SPEC 9.4.4.
+    need(all(layer["kind"] == "full" for layer in own["layers"]), "a sliding layer in a chain", "binding")
+
+
+def read_one(folder: Path, precision: Precision) -> tuple[Cache, str]:
+    """Read one cache folder by itself; also returns the SHA-256 of its Anchor's header."""
     anchor = open_shard((folder / "anchor.safetensors").read_bytes(), "anchor")
     document = anchor.document
     check_document(document)
@@ -176,7 +234,15 @@ def read(folder: str | Path, precision: Precision = "full") -> Cache:
     for tensor in tensors:
         layers[tensor.layer][tensor.name] = decode_tensor(tensor, document["dtype"], segments, precision)
     logits = floats(segments["logits"][0], "logits") if "logits" in segments else None
-    return Cache(document=document, precision=precision, layers=layers, token_ids=token_ids, logits=logits)
+    cache = Cache(
+        document=document,
+        precision=precision,
+        layers=layers,
+        token_ids=token_ids,
+        logits=logits,
+        prefix_sha256=segments.get("prefix_sha256", [b""])[0],
+    )
+    return cache, sha256(anchor.header)
 
 
 # -- SPEC 4: the container --
@@ -343,9 +409,11 @@ def check_document(document: Document) -> None:
     codec = field(document, "codec", dict)
     field(codec, "name", str)
     field(codec, "params", dict)
-    for reserved in ("parent", "transform"):
-        need(reserved in document, f"the field {reserved} is missing")
-        need(document[reserved] is None, f"{reserved} is not null", "unsupported")
+    need("transform" in document, "the field transform is missing")
+    need(document["transform"] is None, "transform is not null", "unsupported")
+    parent = field(document, "parent", dict, type(None))
+    if parent is not None:
+        check_parent(parent, start)
     logits = field(document, "logits", dict, type(None))
     if logits is not None:
         # SPEC 9.3 and 10.
@@ -360,10 +428,11 @@ def check_document(document: Document) -> None:
     need(1 <= len(layers) <= MAX_LAYERS, "number of layers")
     for layer in layers:
         check_layer(layer, start, stop, len(codings))
+        need(parent is None or layer["kind"] == "full", "a sliding layer in a chain")
     identity = field(document, "identity", dict)
     for name in ("model_id", "revision", "adapter"):
         field(identity, name, str, type(None))
-    for name in ("fingerprint", "tokenizer_sha256", "chat_template_sha256", "salt_sha256"):
+    for name in DIGESTS:
         hexadecimal(identity, name, type(None))
     need(field(identity, "turn", str, type(None)) in ("open", "none", None), "turn")
     field(identity, "rope", dict, type(None))
@@ -379,6 +448,23 @@ def check_document(document: Document) -> None:
     # SPEC 6: "null exactly if no tensor has a `residual` or an `exact` array".
     called_for = any(tensor.has_residual or tensor.has_exact for tensor in number_tensors(document))
     need((residual is not None) == called_for, "residual is null though the codings call for one, or the reverse")
+
+
+def check_parent(parent: Document, start: int) -> None:
+    """SPEC 9.4: what a cache that starts at position `start` continues."""
+    choice(parent, "precision", "anchor", "full", "exact", "computed")
+    hexadecimal(parent, "tokens_sha256", type(None))
+    spans = field(parent, "spans", list)
+    need(1 <= len(spans) <= MAX_PARENT_SPANS, "number of spans")
+    before = 0
+    for span in spans:
+        need(type(span) is dict, "a span is not an object")
+        need(SIBLING.fullmatch(field(span, "name", str)) is not None, "the name of a span")
+        hexadecimal(span, "header_sha256")
+        # "The first span starts at position 0, each other one at the `stop` of the one before".
+        before = integer(span, "stop", before + 1, start)
+    need(before == start, "the spans do not end where the cache starts")
+    need(len({span["name"] for span in spans}) == len(spans), "a span comes before itself")
 
 
 def check_coding(coding: Any) -> None:
@@ -460,11 +546,13 @@ def whole(name: str, dtype: str, *shape: int) -> Wanted:
 def wanted_in_anchor(document: Document, tensors: list[Tensor]) -> list[Wanted]:
     """SPEC 4.6: "Anchor: `header_sha256`, `index`, `prefix_sha256`, the codebooks ...; last `token_ids`."."""
     need(sum(count_segments(t) for t in tensors) <= MAX_SEGMENTS, "too many segments")
-    tokens = document["tokens"]["stop"] - document["tokens"]["start"]
+    start, stop = document["tokens"]["start"], document["tokens"]["stop"]
+    tokens = stop - start
     out: list[Wanted] = []
-    # SPEC 4.1: "absent if there is no whole block, `tokens.start` > 0 or `tokens.sha256` is null".
-    if document["tokens"]["start"] == 0 and tokens >= 256 and document["tokens"]["sha256"] is not None:
-        out.append(whole("prefix_sha256", "U8", tokens // 256, 32))
+    # SPEC 4.1: "absent if there is no whole block or the token ids of positions [0, `tokens.stop`) are not all known".
+    before = start == 0 or (document["parent"] or {}).get("tokens_sha256") is not None
+    if before and stop >= 256 and document["tokens"]["sha256"] is not None:
+        out.append(whole("prefix_sha256", "U8", stop // 256, 32))
     books: dict[str, list[Wanted]] = {}
     for coding in document["codings"]:
         if coding["scheme"] == "fixed":
@@ -671,20 +759,25 @@ def decompress(stored: bytes, raw_bytes: int, where: str) -> bytes:
 
 
 def check_tokens(document: Document, segments: dict[str, list[bytes]]) -> npt.NDArray[np.uint32] | None:
-    """The token ids against `tokens.sha256` (SPEC 6) and the prefix digests (SPEC 9.2)."""
+    """The token ids against `tokens.sha256` (SPEC 6)."""
     if "token_ids" not in segments:
         return None
     ids = segments["token_ids"][0]
     need(sha256(ids) == document["tokens"]["sha256"], "tokens.sha256", "checksum")
-    if "prefix_sha256" in segments:
-        identity = document["identity"]
-        words = [identity[name] or "" for name in ("fingerprint", "adapter", "salt_sha256")]
-        digest = hashlib.sha256("\n".join(["lynxkv-prefix-1", *words]).encode()).digest()
-        stored = segments["prefix_sha256"][0]
-        for i in range(len(stored) // 32):
-            digest = hashlib.sha256(digest + ids[1024 * i : 1024 * (i + 1)]).digest()
-            need(stored[32 * i : 32 * (i + 1)] == digest, f"prefix digest {i}", "checksum")
     return np.frombuffer(ids, "<u4").astype(np.uint32)
+
+
+def check_sequence(document: Document, token_ids: npt.NDArray[np.uint32], prefix_sha256: bytes) -> None:
+    """`parent.tokens_sha256` (SPEC 9.4) and the prefix digests (SPEC 9.2) against the ids of all positions."""
+    ids, start = token_ids.astype("<u4").tobytes(), document["tokens"]["start"]
+    before = (document["parent"] or {}).get("tokens_sha256")
+    need(before is None or sha256(ids[: 4 * start]) == before, "parent.tokens_sha256", "checksum")
+    identity = document["identity"]
+    words = [identity[name] or "" for name in ("fingerprint", "adapter", "salt_sha256")]
+    digest = hashlib.sha256("\n".join(["lynxkv-prefix-1", *words]).encode()).digest()
+    for i in range(len(prefix_sha256) // 32):
+        digest = hashlib.sha256(digest + ids[1024 * i : 1024 * (i + 1)]).digest()
+        need(prefix_sha256[32 * i : 32 * (i + 1)] == digest, f"prefix digest {i}", "checksum")
 
 
 def check_tables(segments: dict[str, list[bytes]]) -> None:

@@ -36,6 +36,7 @@ from lynxkv.errors import (
 if TYPE_CHECKING:
     from lynxkv.batch import generate_batch as generate_batch
     from lynxkv.checkpoints import load_model as load_model
+    from lynxkv.continuing import continuation as continuation
     from lynxkv.decoder import load as load
     from lynxkv.encoder import encode as encode
     from lynxkv.exporting import export as export
@@ -67,6 +68,7 @@ _LAZY = {
     "Sampling": "lynxkv.sampling.Sampling",
     "check": "lynxkv.report.check",
     "compare": "lynxkv.fidelity.compare",
+    "continuation": "lynxkv.continuing.continuation",
     "dequantize": "lynxkv.quantization.dequantize",
     "encode": "lynxkv.encoder.encode",
     "export": "lynxkv.exporting.export",
@@ -110,6 +112,7 @@ __all__ = [
     "__version__",
     "check",
     "compare",
+    "continuation",
     "dequantize",
     "encode",
     "export",

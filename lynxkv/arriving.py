@@ -47,9 +47,9 @@ class ArrivingCache:
     ) -> None:
         self._reader, self._swap, self._on_written, self._on_event = reader, swap, on_written, on_event
         self._hold = hold
-        self._aim: Precision = aim if reader.header.residual is not None else "anchor"
+        self._aim: Precision = aim if reader.extent.has_residual else "anchor"
         self._decoder = CacheDecoder(
-            reader.header, cache, skip_anchor=straight and self._aim != "anchor", refines=self._aim != "anchor"
+            reader.extent, cache, skip_anchor=straight and self._aim != "anchor", refines=self._aim != "anchor"
         )
         self._missing = _missing(reader)
         self._started_at = time.perf_counter()
@@ -211,11 +211,12 @@ class ArrivingCache:
 
 def _missing(reader: CacheReader) -> dict[Precision, Counter[int]]:
     """Segments of each layer, by the precision that they lead to."""
-    tensors = [segment.plan.tensor for segment in reader.anchor_head.segments]
     missing: dict[Precision, Counter[int]] = {stage: Counter() for stage in STAGES}
-    missing["anchor"].update(tensor.layer for tensor in tensors if tensor is not None)
-    for ref in reader.header.tensors:
-        count = sum(1 for _ in ref.segments())
-        missing["full"][ref.layer] += count if ref.coding.has_residual else 0
-        missing["exact"][ref.layer] += count if ref.coding.exact else 0
+    for span in reader.spans:
+        tensors = [segment.plan.tensor for segment in span.anchor_segments()]
+        missing["anchor"].update(tensor.layer for tensor in tensors if tensor is not None)
+        for ref in span.header.tensors:
+            count = sum(1 for _ in span.part.segments(ref))
+            missing["full"][ref.layer] += count if ref.coding.has_residual else 0
+            missing["exact"][ref.layer] += count if ref.coding.exact else 0
     return {stage: +layers for stage, layers in missing.items()}

@@ -21,7 +21,7 @@ from lynxkv.draft import Draft, Speculate, draft_tokens
 from lynxkv.errors import InputError
 from lynxkv.fetch import CacheReader, SegmentPayload
 from lynxkv.identity import check_identity
-from lynxkv.layout import Precision
+from lynxkv.layout import Extent, Precision
 from lynxkv.models import BatchLiveCache, BatchModel
 from lynxkv.pace import Pace
 from lynxkv.prompt import Prompt, place
@@ -263,7 +263,7 @@ def _opened(
     """Check everything, make room, and start to fetch."""
     placed: list[Prompt] = []
     for reader, suffix_ids in prompts:
-        check_identity(reader.header.identity, model.identity)
+        check_identity(reader.extent.identity, model.identity)
         placed.append(
             place(
                 reader,
@@ -288,7 +288,7 @@ def _opened(
     longest = max(len(prompt.suffix_ids) for prompt in placed)
     room = max(prompt.room_tokens for prompt in placed)
     # Tokens that did not pass keep their slots.
-    cache = model.new_batch_cache([reader.header.layers for reader, _ in prompts], longest + 2 * room)
+    cache = model.new_batch_cache([reader.extent.layers for reader, _ in prompts], longest + 2 * room)
     for number, prompt in enumerate(placed):
         cache.forget_stored(number, prompt.base)
     sharing: dict[CacheReader, list[int]] = {}
@@ -305,7 +305,7 @@ def _opened(
                         target,
                         straight=speculate == "off",
                         hold=True,
-                        on_written=partial(_copy, cache, own),
+                        on_written=partial(_copy, cache, own, reader.extent),
                     )
                 )
             )
@@ -318,7 +318,7 @@ def _opened(
         )
 
 
-def _copy(cache: BatchLiveCache, rows: Sequence[int], payloads: Sequence[SegmentPayload]) -> None:
+def _copy(cache: BatchLiveCache, rows: Sequence[int], extent: Extent, payloads: Sequence[SegmentPayload]) -> None:
     """Give what was just decoded for the first of `rows` to the others."""
     if len(rows) == 1:
         return
@@ -326,8 +326,11 @@ def _copy(cache: BatchLiveCache, rows: Sequence[int], payloads: Sequence[Segment
         ref, part = payload.segment.plan.tensor, payload.segment.plan.part
         if ref is None or part in ("mean", "order"):
             continue
-        start, stop = 0, ref.sinks
+        span = extent.spans[payload.span]
+        start, stop = 0, span.loaded_sinks(ref)
         if part != "sink":
-            _, tokens = payload.segment.coded
-            start, stop = ref.sinks + tokens.first_token, ref.sinks + tokens.first_token + tokens.tokens
-        cache.copy_stored(rows[0], rows[1:], ref.layer, ref.name, slice(start, stop))
+            plan = payload.segment.coded[1]
+            start = ref.sinks + plan.first_token
+            stop = start + span.loaded_tokens(ref, plan)
+        offset = extent.offset(payload.span, ref.layer)
+        cache.copy_stored(rows[0], rows[1:], ref.layer, ref.name, slice(offset + start, offset + stop))

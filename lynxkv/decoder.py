@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol, TypeVar, get_args
@@ -15,12 +16,11 @@ from torch import Tensor
 from lynxkv.errors import CacheNotFoundError, ContentError, FetchError, InputError
 from lynxkv.fetch import CacheReader, FetchOptions, SegmentPayload, open_cache
 from lynxkv.format.content import check_content
-from lynxkv.format.index import Segment
 from lynxkv.kernels import EntropyTables, FixedTables, Out, Tables, dequantize, unpack_exact
 from lynxkv.kernels.paged import read, span, write
 from lynxkv.kernels.rounding import TORCH_DTYPES
 from lynxkv.kv import KV, KVLayer
-from lynxkv.layout import CacheHeader, EntropyCoding, FixedCoding, Precision, SegmentPlan, TensorName, TensorRef
+from lynxkv.layout import Dtype, EntropyCoding, Extent, FixedCoding, Precision, TensorName, TensorRef
 from lynxkv.parallel import map_ordered, threads, torch_alone
 from lynxkv.store import Link, Url
 
@@ -28,6 +28,8 @@ U8 = npt.NDArray[np.uint8]
 F32 = npt.NDArray[np.float32]
 T = TypeVar("T")
 R = TypeVar("R")
+_Place = tuple[int, int, int]
+"""A segment: its span, its tensor's ordinal, its first coded token."""
 
 
 class Destination(Protocol):
@@ -40,12 +42,13 @@ class Destination(Protocol):
 
 @dataclass
 class _Shared:
-    """Arrays of the Anchor that come before the codes they explain."""
+    """Arrays of one Anchor that come before the codes they explain, and tables made of them."""
 
     codebooks: dict[str, F32] = field(default_factory=dict)
     steps: F32 | None = None
     means: dict[int, F32] = field(default_factory=dict)
     orders: dict[int, npt.NDArray[np.uint16]] = field(default_factory=dict)
+    tables: dict[int, Tables] = field(default_factory=dict)
 
 
 class CacheDecoder:
@@ -55,22 +58,27 @@ class CacheDecoder:
     segments at once it decodes them on as many threads as torch has.
 
     Args:
+        extent: what is loaded, as `CacheReader.extent` says it.
         skip_anchor: tensors that have a Residual are written at full precision only; until then their codes are kept.
         refines: False keeps no codes: nothing will be refined.
     """
 
     def __init__(
-        self, header: CacheHeader, destination: Destination, *, skip_anchor: bool = False, refines: bool = True
+        self, extent: Extent, destination: Destination, *, skip_anchor: bool = False, refines: bool = True
     ) -> None:
-        self.header = header
+        self.extent = extent
         self._destination = destination
         self._skip_anchor, self._refines = skip_anchor, refines
-        self._shared = _Shared()
-        self._tables: dict[int, Tables] = {}
-        self._codes: dict[tuple[int, int], U8] = {}
-        self._anchor_left = sum(sum(1 for _ in ref.segments()) for ref in header.tensors)
-        self._full_left = sum(sum(1 for _ in ref.segments()) for ref in header.tensors if ref.coding.has_residual)
-        self._exact_left = sum(sum(1 for _ in ref.segments()) for ref in header.tensors if ref.coding.exact)
+        self._shared = [_Shared() for _ in extent.spans]
+        self._codes: dict[_Place, U8] = {}
+        # Segments of which the last tokens are not loaded: whole, for they cannot be decoded in part.
+        self._aside: dict[_Place, Tensor] = {}
+        counts = [
+            (ref.coding, sum(1 for _ in span.segments(ref))) for span in extent.spans for ref in span.header.tensors
+        ]
+        self._anchor_left = sum(count for _, count in counts)
+        self._full_left = sum(count for coding, count in counts if coding.has_residual)
+        self._exact_left = sum(count for coding, count in counts if coding.exact)
 
     @property
     def complete_anchor(self) -> bool:
@@ -97,12 +105,13 @@ class CacheDecoder:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of anchor codes kept for refining."""
-        return sum(codes.nbytes for codes in self._codes.values())
+        """Bytes of anchor codes, and of segments loaded in part, kept for refining."""
+        return sum(item.nbytes for kept in (self._codes, self._aside) for item in kept.values())
 
     def release(self) -> None:
-        """Drop the codes kept for refining: the cache stays as it is."""
+        """Drop what is kept for refining: the cache stays as it is."""
         self._codes.clear()
+        self._aside.clear()
 
     def anchor(self, payload: SegmentPayload) -> None:
         """Take one segment of the Anchor, in file order; see `anchor_all`."""
@@ -114,10 +123,10 @@ class CacheDecoder:
         Raises:
             ContentError: one holds what the SPEC forbids.
         """
-        for ref, tokens, codes in _shared_out(self._decode_anchor, self._codes_among(payloads), payloads):
-            kept = ref.coding.has_residual and self._refines
+        for payload in _shared_out(self._decode_anchor, self._codes_among(payloads), payloads):
+            kept = payload.segment.coded[0].coding.has_residual and self._refines
             if kept:
-                self._codes[ref.ordinal, tokens.first_token] = codes
+                self._codes[_place(payload)] = payload.raw
             if not (kept and self._skip_anchor):
                 self._anchor_left -= 1
 
@@ -147,7 +156,7 @@ class CacheDecoder:
         """The segments that hold codes or raw values; those between are taken here, for later ones need them."""
         for payload in payloads:
             if payload.segment.plan.part in ("anchor", "raw"):
-                self._tables_of(payload.segment.coded[0])
+                self._tables_of(payload)
                 yield payload
             else:
                 self._explain(payload)
@@ -156,95 +165,123 @@ class CacheDecoder:
         """Take an array that comes before the codes it explains, or sink values."""
         segment, raw = payload.segment, payload.raw
         part, ref = segment.plan.part, segment.plan.tensor
-        check_content(self.header, segment, raw)
+        span, shared = self.extent.spans[payload.span], self._shared[payload.span]
+        check_content(span.header, segment, raw)
         if part == "sink":
             assert ref is not None
-            sink = torch.from_numpy(raw.copy()).view(TORCH_DTYPES[self.header.dtype])
-            sink = sink.view(ref.sinks, ref.spec.heads, ref.spec.head_dim)
-            write(span(self._destination.target(ref.layer, ref.name), 0, ref.sinks), sink.transpose(0, 1))
+            sink = torch.from_numpy(raw.copy()).view(TORCH_DTYPES[span.header.dtype])
+            sink = sink.view(ref.sinks, ref.spec.heads, ref.spec.head_dim)[: span.loaded_sinks(ref)]
+            write(self._positions(payload.span, ref, 0, len(sink)), sink.transpose(0, 1))
         elif part == "mean":
             assert ref is not None
-            self._shared.means[ref.ordinal] = (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
+            shared.means[ref.ordinal] = (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
         elif part == "order":
             assert ref is not None
-            self._shared.orders[ref.ordinal] = raw.view("<u2")
+            shared.orders[ref.ordinal] = raw.view("<u2")
         elif part == "steps":
-            self._shared.steps = raw.view("<f4").reshape(-1, 2)
+            shared.steps = raw.view("<f4").reshape(-1, 2)
         elif part == "codebook":
-            self._shared.codebooks[segment.plan.name] = raw.view("<f4")
+            shared.codebooks[segment.plan.name] = raw.view("<f4")
 
     def _with_codes(self, payloads: Iterable[SegmentPayload]) -> Iterator[tuple[SegmentPayload, U8]]:
         for payload in payloads:
-            ref, tokens = payload.segment.coded
             # Freed as refined: the codes are not needed again.
-            yield payload, self._codes.pop((ref.ordinal, tokens.first_token))
+            yield payload, self._codes.pop(_place(payload))
 
-    def _decode_anchor(self, payload: SegmentPayload) -> tuple[TensorRef, SegmentPlan, U8]:
-        ref, tokens = payload.segment.coded
-        if not (self._skip_anchor and ref.coding.has_residual):
-            self._dequantize(payload.segment, payload.raw, None)
-        return ref, tokens, payload.raw
+    def _decode_anchor(self, payload: SegmentPayload) -> SegmentPayload:
+        if not (self._skip_anchor and payload.segment.coded[0].coding.has_residual):
+            self._dequantize(payload, payload.raw, None)
+        return payload
 
     def _decode_full(self, item: tuple[SegmentPayload, U8]) -> None:
         payload, codes = item
-        self._dequantize(payload.segment, codes, payload.raw)
+        self._dequantize(payload, codes, payload.raw)
 
-    def _dequantize(self, segment: Segment, anchor: U8, residual: U8 | None) -> None:
-        ref, tokens = segment.coded
-        start = ref.sinks + tokens.first_token
-        out = span(self._destination.target(ref.layer, ref.name), start, start + tokens.tokens)
+    def _dequantize(self, payload: SegmentPayload, anchor: U8, residual: U8 | None) -> None:
+        ref = payload.segment.coded[0]
         try:
-            dequantize(anchor, residual, ref.coding, self._tables_of(ref), ref.spec, self.header.dtype, out)
+            with self._written(payload) as out:
+                dequantize(anchor, residual, ref.coding, self._tables_of(payload), ref.spec, self.extent.dtype, out)
         except ContentError as error:
-            raise ContentError(f"{segment.plan.name} at token {start}: {error.message}") from error
+            raise ContentError(f"{self._where(payload)}: {error.message}") from error
 
     def _correct(self, payload: SegmentPayload) -> None:
         """Full values, as the destination holds them, to the original."""
-        ref, tokens = payload.segment.coded
-        start = ref.sinks + tokens.first_token
-        out = span(self._destination.target(ref.layer, ref.name), start, start + tokens.tokens)
-        dtype = TORCH_DTYPES[self.header.dtype]
-        check_exact_destination(self.header, out.dtype)
-        # The destination holds values of the declared dtype, however wide it is itself: this cast is exact.
-        full = read(out).to("cpu", dtype).contiguous().view(torch.int16).numpy().view(np.uint16).reshape(-1)
-        try:
-            patterns = unpack_exact(payload.raw, full, self.header.dtype)
-        except ValueError as error:
-            raise ContentError(f"{payload.segment.plan.name} at token {start}: {error}") from error
-        write(out, torch.from_numpy(patterns.view(np.int16)).view(dtype).view(out.shape))
+        dtype = TORCH_DTYPES[self.extent.dtype]
+        with self._written(payload) as out:
+            check_exact_destination(self.extent.dtype, out.dtype)
+            # The destination holds values of the declared dtype, however wide it is itself: this cast is exact.
+            full = read(out).to("cpu", dtype).contiguous().view(torch.int16).numpy().view(np.uint16).reshape(-1)
+            try:
+                patterns = unpack_exact(payload.raw, full, self.extent.dtype)
+            except ValueError as error:
+                raise ContentError(f"{self._where(payload)}: {error}") from error
+            write(out, torch.from_numpy(patterns.view(np.int16)).view(dtype).view(out.shape))
 
-    def _tables_of(self, ref: TensorRef) -> Tables:
-        if ref.ordinal not in self._tables:
-            self._tables[ref.ordinal] = self._build_tables(ref)
-        return self._tables[ref.ordinal]
+    @contextmanager
+    def _written(self, payload: SegmentPayload) -> Iterator[Out]:
+        """Where the values of a segment go: aside, if it is loaded in part, and what is loaded is copied then."""
+        ref, plan = payload.segment.coded
+        loaded = self.extent.spans[payload.span].loaded_tokens(ref, plan)
+        first = ref.sinks + plan.first_token
+        place = self._positions(payload.span, ref, first, first + loaded)
+        if loaded == plan.tokens:
+            yield place
+            return
+        aside = self._aside.get(_place(payload))
+        if aside is None:
+            shape = (ref.spec.heads, plan.tokens, ref.spec.head_dim)
+            aside = self._aside[_place(payload)] = torch.empty(shape, dtype=TORCH_DTYPES[self.extent.dtype])
+        yield aside
+        write(place, aside[:, :loaded])
 
-    def _build_tables(self, ref: TensorRef) -> Tables:
-        shared = self._shared
-        if isinstance(ref.coding, EntropyCoding):
-            assert shared.steps is not None
-            step, half_step = shared.steps[ref.ordinal]
-            return EntropyTables(
-                mean=shared.means[ref.ordinal],
-                order=shared.orders[ref.ordinal],
-                step=step,
-                half_step=half_step,
-            )
-        if isinstance(ref.coding, FixedCoding):
-            prefix = f"codebook.{ref.coding.codebook}"
-            return FixedTables(
-                anchor=shared.codebooks[f"{prefix}.anchor"],
-                full=shared.codebooks.get(f"{prefix}.full"),
-                scale=shared.codebooks.get(f"{prefix}.scale"),
-                offset=shared.codebooks.get(f"{prefix}.offset"),
-            )
-        return None
+    def _positions(self, number: int, ref: TensorRef, start: int, stop: int) -> Out:
+        """The destination's part for the positions [start, stop) of a tensor, counted from its first in this span."""
+        offset = self.extent.offset(number, ref.layer)
+        return span(self._destination.target(ref.layer, ref.name), offset + start, offset + stop)
+
+    def _where(self, payload: SegmentPayload) -> str:
+        ref, plan = payload.segment.coded
+        return f"{payload.segment.plan.name} at token {ref.sinks + plan.first_token}"
+
+    def _tables_of(self, payload: SegmentPayload) -> Tables:
+        ref, shared = payload.segment.coded[0], self._shared[payload.span]
+        if ref.ordinal not in shared.tables:
+            shared.tables[ref.ordinal] = _build_tables(ref, shared)
+        return shared.tables[ref.ordinal]
+
+
+def _place(payload: SegmentPayload) -> _Place:
+    ref, plan = payload.segment.coded
+    return payload.span, ref.ordinal, plan.first_token
+
+
+def _build_tables(ref: TensorRef, shared: _Shared) -> Tables:
+    if isinstance(ref.coding, EntropyCoding):
+        assert shared.steps is not None
+        step, half_step = shared.steps[ref.ordinal]
+        return EntropyTables(
+            mean=shared.means[ref.ordinal],
+            order=shared.orders[ref.ordinal],
+            step=step,
+            half_step=half_step,
+        )
+    if isinstance(ref.coding, FixedCoding):
+        prefix = f"codebook.{ref.coding.codebook}"
+        return FixedTables(
+            anchor=shared.codebooks[f"{prefix}.anchor"],
+            full=shared.codebooks.get(f"{prefix}.full"),
+            scale=shared.codebooks.get(f"{prefix}.scale"),
+            offset=shared.codebooks.get(f"{prefix}.offset"),
+        )
+    return None
 
 
 class KVDestination:
     """Plain tensors in the cache's declared dtype."""
 
-    def __init__(self, header: CacheHeader) -> None:
-        dtype = TORCH_DTYPES[header.dtype]
+    def __init__(self, extent: Extent) -> None:
+        dtype = TORCH_DTYPES[extent.dtype]
         self.kv = KV(
             layers=[
                 KVLayer(
@@ -257,10 +294,10 @@ class KVDestination:
                     kind=layer.kind,
                     window=layer.window,
                 )
-                for layer in header.layers
+                for layer in extent.layers
             ],
-            start=header.tokens.start,
-            stop=header.tokens.stop,
+            start=extent.start,
+            stop=extent.stop,
         )
 
     def target(self, layer: int, tensor: TensorName) -> Tensor:
@@ -269,19 +306,24 @@ class KVDestination:
 
 
 def load(
-    url: Url, *, precision: Precision = "full", link: Link | None = None, options: FetchOptions | None = None
+    url: Url,
+    *,
+    tokens: int | None = None,
+    precision: Precision = "full",
+    link: Link | None = None,
+    options: FetchOptions | None = None,
 ) -> KV:
-    """Fetch and decode a whole cache; tensors are [H, T, D] in the cache's declared dtype.
+    """Fetch and decode a cache and those that it continues; tensors are [H, T, D] in its declared dtype.
 
-    `link` simulates a slower one, `options` say how to fetch.
+    `tokens` loads the first so many only, `link` simulates a slower one, `options` say how to fetch.
 
     Raises:
-        InputError: exact precision is asked of a cache that does not hold it.
+        InputError: exact precision is asked of a cache that does not hold it, or so many tokens cannot be loaded.
         CacheNotFoundError, FetchError: the store cannot deliver it.
         FormatError: it is damaged.
     """
-    with open_cache(url, link=link, options=options) as reader:
-        destination = KVDestination(reader.header)
+    with open_cache(url, tokens=tokens, link=link, options=options) as reader:
+        destination = KVDestination(reader.extent)
         destination.kv.precision = decode_into(reader, destination, precision)
         ids = reader.token_ids()
         destination.kv.token_ids = ids.tolist() if ids is not None else None
@@ -317,18 +359,18 @@ def decode_stages(
     Where anchor and full are the same only the latter is yielded, and of a cache without Residual just that, whatever
     was asked for: its one precision (SPEC 3). The last of `precisions` is the aim.
     """
-    header, aim = reader.header, precisions[-1]
+    extent, aim = reader.extent, precisions[-1]
     for precision in precisions:
-        check_precision(header, precision)
+        check_precision(extent, precision)
     if aim == "exact":
-        check_exact_destination(header, destination.target(0, next(iter(header.layers[0].tensors))).dtype)
-    decoder = CacheDecoder(header, destination, skip_anchor="anchor" not in precisions, refines=aim != "anchor")
+        check_exact_destination(extent.dtype, destination.target(0, next(iter(extent.layers[0].tensors))).dtype)
+    decoder = CacheDecoder(extent, destination, skip_anchor="anchor" not in precisions, refines=aim != "anchor")
     decoder.anchor_all(reader.stream_anchor())
-    if header.residual is None or (decoder.complete_full and "full" in precisions):
+    if not extent.has_residual or (decoder.complete_full and "full" in precisions):
         yield "full"
     elif "anchor" in precisions:
         yield "anchor"
-    if aim == "anchor" or header.residual is None:
+    if aim == "anchor" or not extent.has_residual:
         return
     stream = reader.start_residual(exact=aim == "exact")
     for part, payloads in groupby(stream, key=lambda payload: payload.segment.plan.part):
@@ -338,19 +380,19 @@ def decode_stages(
             yield reached
 
 
-def check_precision(header: CacheHeader, precision: Precision) -> None:
+def check_precision(extent: Extent, precision: Precision) -> None:
     """Refuse, with an InputError, a precision that there is not, or that a cache cannot reach."""
     if precision not in get_args(Precision):
         raise InputError(f"precision is {precision!r}", hint=f"use one of {', '.join(get_args(Precision))}")
-    if precision == "exact" and not header.has_exact:
+    if precision == "exact" and not extent.has_exact:
         raise InputError("the cache has no exact section", hint="make one with: lynxkv encode --exact")
 
 
-def check_exact_destination(header: CacheHeader, dtype: torch.dtype) -> None:
+def check_exact_destination(stored: Dtype, dtype: torch.dtype) -> None:
     """Refuse, with an InputError, a destination too narrow for full values: correcting starts from their very bits."""
-    if dtype not in (torch.float32, torch.float64, TORCH_DTYPES[header.dtype]):
+    if dtype not in (torch.float32, torch.float64, TORCH_DTYPES[stored]):
         raise InputError(
-            f"a model in {str(dtype).removeprefix('torch.')} cannot hold the exact values of a {header.dtype} cache",
+            f"a model in {str(dtype).removeprefix('torch.')} cannot hold the exact values of a {stored} cache",
             hint="load the model in float32, or in the dtype of the cache",
         )
 

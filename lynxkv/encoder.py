@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lynxkv._version import __version__
 from lynxkv.codecs import Codec, get_codec
+from lynxkv.continuing import Continuation
 from lynxkv.errors import FormatError, InputError
 from lynxkv.format.document import VERSION
 from lynxkv.format.index import anchor_plans
@@ -64,10 +65,14 @@ class EncodedCache:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeReport:
-    """What `encode` published: bytes up to anchor, full and exact precision, and of the original uncompressed."""
+    """What `encode` published: bytes up to anchor, full and exact precision, and of the original uncompressed.
+
+    `header_sha256` is that of the Anchor's header, by which others name the cache when they continue it.
+    """
 
     url: str
     cache_id: str
+    header_sha256: str
     tokens: int
     bytes_anchor: int
     bytes_residual: int
@@ -85,6 +90,7 @@ def encode(
     exact: bool = False,
     logits: Tensor | None = None,
     store_token_ids: bool = True,
+    parent: Continuation | None = None,
     overwrite: bool = False,
     residual_url: Url | None = None,
     progress: Progress | None = None,
@@ -97,6 +103,8 @@ def encode(
         exact: add what leads from full precision back to the original, bit by bit.
         logits: of the last position, [V] f32, from the run that computed `kv`; stored whole (SPEC 9.3).
         store_token_ids: False keeps only the digests of the token ids.
+        parent: what `kv` was prefilled on, as `continuation` says it; `kv` starts where that ends. Both are then loaded
+            as one.
         residual_url: a folder or prefix for the Residual, instead of beside the Anchor. Its readers need to be told:
             nothing in the cache says where.
         progress: called with the name of the work, how much is done and how much there is.
@@ -104,10 +112,12 @@ def encode(
     Raises:
         CacheExistsError: there is a cache at `url` and `overwrite` is false.
         NonFiniteError: a layer holds NaN or infinity.
-        InputError: shapes that cannot be represented, an unknown codec.
+        InputError: shapes that cannot be represented, an unknown codec, or `kv` does not continue `parent`.
         StoreError: writing failed; nothing is half-published.
     """
     store = Store(url)
+    if parent is not None:
+        parent.check_beside(store)
     store.check_target(overwrite=overwrite)
     residual_store = None if residual_url is None else Store.of_residuals(residual_url)
     if residual_store is not None:
@@ -121,6 +131,7 @@ def encode(
             exact=exact,
             logits=logits,
             store_token_ids=store_token_ids,
+            parent=parent,
             progress=progress,
             on_anchor=partial(store.send, upload) if upload is not None else None,
         )
@@ -130,6 +141,7 @@ def encode(
     return EncodeReport(
         url=store.url,
         cache_id=cache.header.cache_id,
+        header_sha256=cache.anchor.header_sha256,
         tokens=cache.header.tokens.count,
         bytes_anchor=cache.anchor.bytes,
         bytes_residual=ref.bytes - ref.exact_bytes if ref else 0,
@@ -147,12 +159,16 @@ def encode_shards(
     exact: bool = False,
     logits: Tensor | None = None,
     store_token_ids: bool = True,
+    parent: Continuation | None = None,
     progress: Progress | None = None,
     on_anchor: Callable[[Buffer], None] | None = None,
 ) -> EncodedCache:
     """Encode a KV cache in memory; see `encode`. `on_anchor` gets what follows the Anchor's head as it is made."""
     method = check_options(codec, dtype)
     header = _describe(kv, method, dtype, identity or Identity(), exact=exact, store_token_ids=store_token_ids)
+    if parent is not None:
+        parent.check_continued_by(header)
+        header = replace(header, parent=parent.parent)
     if logits is not None:
         header = replace(header, logits_tokens=_check_logits(logits))
     count = len(header.tensors)
@@ -181,6 +197,8 @@ def encode_shards(
     if kv.token_ids is not None:
         ids = np.asarray(kv.token_ids, np.uint32)
         anchor["token_ids"] = [payload(_u8(ids), may_compress=False)]
+    if header.prefix_blocks:
+        ids = np.asarray([*(parent.token_ids or () if parent else ()), *(kv.token_ids or ())], np.uint32)
         anchor["prefix_sha256"] = [payload(prefix_digests(ids, header.identity), may_compress=False)]
     header, anchor_shard, residual_shard = build_shards(header, anchor, residual)
     _read_back(anchor_shard, residual_shard)

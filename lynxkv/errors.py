@@ -6,7 +6,7 @@
     │   ├── HeaderError               the header or the index is malformed or over a limit
     │   ├── ChecksumError             stored bytes do not have the stated digest
     │   ├── UnsupportedFormatError    a version or required feature this reader does not know
-    │   ├── BindingError              Anchor and Residual do not belong together
+    │   ├── BindingError              two shards, or a cache and one it continues, do not belong together
     │   └── ContentError              checked bytes hold values the SPEC forbids
     ├── IdentityError (ValueError)    the cache belongs to another model, tokenizer, adapter or tenant
     ├── StoreError (OSError)          a store cannot be read or written
@@ -54,7 +54,7 @@ class UnsupportedFormatError(FormatError):
 
 
 class BindingError(FormatError):
-    """Anchor and Residual do not belong together."""
+    """Anchor and Residual, or a cache and one that it continues, do not belong together."""
 
 
 class ContentError(FormatError):

@@ -34,6 +34,7 @@ def export(
     url: Url,
     path: str | Path,
     *,
+    tokens: int | None = None,
     precision: Precision = "full",
     overwrite: bool = False,
     link: Link | None = None,
@@ -41,10 +42,12 @@ def export(
 ) -> ExportReport:
     """Decode the cache at `url` and write `layer.<i>.k`, `layer.<i>.v` [H, T, D] and `token_ids` [T] to `path`.
 
-    The file appears when it is complete.
+    `tokens` takes the first so many only. Caches that it continues are written with it. The file appears when it is
+    complete.
 
     Raises:
-        InputError: exact precision is asked of a cache that does not hold it, or layers hold unequal tokens.
+        InputError: exact precision is asked of a cache that does not hold it, so many tokens cannot be loaded, or
+            layers hold unequal tokens.
         StoreError: `path` exists and `overwrite` is false, or cannot be written; the cache cannot be fetched.
         FormatError: the cache is damaged.
     """
@@ -56,7 +59,7 @@ def export(
             raise StoreError(f"cannot write {target}: it is a folder", hint="give the name of a file")
         if not target.parent.is_dir():
             raise StoreError(f"cannot write {target}: there is no such folder", hint="make the folder first")
-    kv = load(url, precision=precision, link=link, options=options)
+    kv = load(url, tokens=tokens, precision=precision, link=link, options=options)
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
         kv_to_safetensors(kv, temporary)

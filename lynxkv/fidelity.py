@@ -14,7 +14,7 @@ from lynxkv.decoder import KVDestination, check_precision, decode_stages
 from lynxkv.errors import InputError
 from lynxkv.fetch import open_cache
 from lynxkv.kv import KV, KVLayer
-from lynxkv.layout import CacheHeader, LayerSpec, Precision, TensorName
+from lynxkv.layout import Extent, LayerSpec, Precision, TensorName
 from lynxkv.quantization import to_original
 from lynxkv.store import Url
 
@@ -61,22 +61,22 @@ def compare(
     """
     out: list[TensorError] = []
     with open_cache(url) as reader:
-        header = reader.header
-        layers = _held_by(header, original, reader.url)
+        extent = reader.extent
+        layers = _held_by(extent, original, reader.url)
         if attend is None:
             _check_heads(layers, reader.url)
-        decoded = KVDestination(header)
-        best: Precision = precision or ("exact" if header.has_exact else "full")
-        check_precision(header, best)
+        decoded = KVDestination(extent)
+        best: Precision = precision or ("exact" if extent.has_exact else "full")
+        check_precision(extent, best)
         stages: tuple[Precision, ...] = get_args(Precision)
         for reached in decode_stages(reader, decoded, stages[: stages.index(best) + 1]):
             for number, layer in enumerate(layers):
                 rounded = {
-                    name: to_original(x.to("cpu"), header.dtype, where=f"layer {number} {name}")
+                    name: to_original(x.to("cpu"), extent.dtype, where=f"layer {number} {name}")
                     for name, x in layer.items()
                 }
                 if {"k", "v"} <= set(rounded):
-                    by = attend[number] if attend else key_attention(rounded["k"], header.layers[number].window)
+                    by = attend[number] if attend else key_attention(rounded["k"], extent.layers[number].window)
                     out += _layer_errors(number, reached, rounded, decoded.kv.layers[number].tensors, by)
     return out
 
@@ -150,13 +150,13 @@ def _layer_errors(
     return errors
 
 
-def _held_by(header: CacheHeader, original: KV, url: str) -> list[dict[TensorName, Tensor]]:
+def _held_by(extent: Extent, original: KV, url: str) -> list[dict[TensorName, Tensor]]:
     """The original's tensors, cut to the positions that the cache holds."""
-    if len(header.layers) != len(original.layers):
-        raise _other_shapes(url, f"{len(header.layers)} layers", f"{len(original.layers)}")
+    if len(extent.layers) != len(original.layers):
+        raise _other_shapes(url, f"{len(extent.layers)} layers", f"{len(original.layers)}")
     return [
         _cut(spec, layer, f"{url}: layer {number}")
-        for number, (spec, layer) in enumerate(zip(header.layers, original.layers, strict=True))
+        for number, (spec, layer) in enumerate(zip(extent.layers, original.layers, strict=True))
     ]
 
 

@@ -49,6 +49,35 @@ class KV:
     def tokens(self) -> int:
         return self.stop - self.start
 
+    def between(self, start: int, stop: int) -> KV:
+        """The positions [start, stop), sharing memory.
+
+        Raises:
+            InputError: they are not all here, or a layer does not hold all tokens (sliding window).
+        """
+        if not self.start <= start < stop <= self.stop:
+            raise InputError(f"positions [{start}, {stop}) are not in [{self.start}, {self.stop})")
+        for number, layer in enumerate(self.layers):
+            if (layer.start, layer.stop) != (self.start, self.stop):
+                raise InputError(f"layer {number} holds positions [{layer.start}, {layer.stop}) only")
+        own = slice(start - self.start, stop - self.start)
+        return KV(
+            layers=[
+                KVLayer(
+                    tensors={name: tensor[:, own] for name, tensor in layer.tensors.items()},
+                    start=start,
+                    stop=stop,
+                    kind=layer.kind,
+                    window=layer.window,
+                )
+                for layer in self.layers
+            ],
+            start=start,
+            stop=stop,
+            token_ids=None if self.token_ids is None else self.token_ids[own],
+            precision=self.precision,
+        )
+
 
 def kv_from_tensors(layers: Sequence[tuple[Tensor, Tensor]], token_ids: Sequence[int] | None = None) -> KV:
     """A `KV` from one (keys, values) pair a layer, each [H, T, D] or [1, H, T, D], all of one T.

@@ -7,16 +7,19 @@ C chunk tokens. Ranges are half-open. Words are those of the SPEC, section 3. No
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
 from lynxkv.choices import Dtype as Dtype
 from lynxkv.choices import Precision as Precision
+from lynxkv.errors import InputError
 from lynxkv.packing import plane_row_bytes, radix_group
 
 TensorName = Literal["k", "v", "latent"]
 LayerKind = Literal["full", "sliding"]
+ParentPrecision = Literal["anchor", "full", "exact", "computed"]
+"""What a cache was prefilled on: a precision of its parent, or the values as the model had computed them."""
 
 DTYPE_BYTES: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 PREFIX_BLOCK_TOKENS = 256
@@ -187,6 +190,29 @@ class ResidualRef:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpanRef:
+    """A cache that comes before another in a chain: beside it under the same prefix, its positions before `stop`."""
+
+    name: str
+    header_sha256: str
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parent:
+    """What a cache continues (SPEC 9.4): the caches of positions [0, tokens.start), first to last.
+
+    Attributes:
+        precision: that they had when the cache was prefilled on them.
+        tokens_sha256: of the token ids of these positions as u32, None if the writer did not know them.
+    """
+
+    precision: ParentPrecision
+    tokens_sha256: str | None
+    spans: tuple[SpanRef, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class SegmentPlan:
     """A segment of a tensor as the document implies it: coded tokens [first_token, first_token + tokens)."""
 
@@ -234,6 +260,7 @@ class CacheHeader:
     residual: ResidualRef | None
     identity: Identity
     logits_tokens: int | None = None
+    parent: Parent | None = None
     writer: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -248,9 +275,9 @@ class CacheHeader:
 
     @property
     def prefix_blocks(self) -> int:
-        """Whole blocks that have prefix digests (SPEC 9.2)."""
-        known = self.tokens.start == 0 and self.tokens.sha256 is not None
-        return self.tokens.stop // PREFIX_BLOCK_TOKENS if known else 0
+        """Whole blocks of the sequence that have prefix digests (SPEC 9.2)."""
+        before = self.tokens.start == 0 or (self.parent is not None and self.parent.tokens_sha256 is not None)
+        return self.tokens.stop // PREFIX_BLOCK_TOKENS if before and self.tokens.sha256 is not None else 0
 
     @property
     def elements(self) -> int:
@@ -280,3 +307,103 @@ def tensor_refs(layers: tuple[LayerSpec, ...], codings: tuple[Coding, ...]) -> I
                 coded_tokens=layer.tokens - sinks,
             )
             ordinal += 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """What of one cache is loaded: its positions before `stop`."""
+
+    header: CacheHeader
+    stop: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.stop >= self.header.tokens.stop
+
+    def first_position(self, ref: TensorRef) -> int:
+        """Position of the tensor's first coded token."""
+        return self.header.layers[ref.layer].start + ref.sinks
+
+    def loaded_sinks(self, ref: TensorRef) -> int:
+        """How many of the tensor's sink tokens are loaded."""
+        return min(ref.sinks, self.stop - self.header.layers[ref.layer].start)
+
+    def loaded_tokens(self, ref: TensorRef, plan: SegmentPlan) -> int:
+        """How many of a segment's tokens are loaded, from its first one on; 0 where it is not needed."""
+        return max(0, min(plan.tokens, self.stop - self.first_position(ref) - plan.first_token))
+
+    def segments(self, ref: TensorRef) -> Iterator[SegmentPlan]:
+        """The tensor's segments that are needed: a token prefix is a run of them."""
+        return (plan for plan in ref.segments() if self.loaded_tokens(ref, plan))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extent:
+    """What a reader loads as one: a cache, the caches of a chain first to last, or their first tokens."""
+
+    spans: tuple[Span, ...]
+
+    @classmethod
+    def of(cls, header: CacheHeader) -> Extent:
+        """One whole cache."""
+        return cls(spans=(Span(header=header, stop=header.tokens.stop),))
+
+    @property
+    def start(self) -> int:
+        return self.spans[0].header.tokens.start
+
+    @property
+    def stop(self) -> int:
+        return self.spans[-1].stop
+
+    @property
+    def tokens(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def dtype(self) -> Dtype:
+        return self.spans[0].header.dtype
+
+    @property
+    def identity(self) -> Identity:
+        return self.spans[-1].header.identity
+
+    @property
+    def has_residual(self) -> bool:
+        return any(span.header.residual is not None for span in self.spans)
+
+    @property
+    def has_exact(self) -> bool:
+        """Whether all of it can be taken to the original's bits."""
+        return all(span.header.has_exact for span in self.spans)
+
+    @property
+    def logits_tokens(self) -> int | None:
+        """The size of the vocabulary that stored logits are over; None if those after the last token are not stored."""
+        return self.spans[-1].header.logits_tokens if self.spans[-1].is_whole else None
+
+    @cached_property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """Each layer as if it were stored in one cache; what its tensors' codings are is for each span to say."""
+        first = self.spans[0].header.layers
+        return tuple(replace(layer, stop=self.stop) for layer in first)
+
+    def offset(self, span: int, layer: int) -> int:
+        """Where a span's positions begin in a layer that holds all of them."""
+        return self.spans[span].header.layers[layer].start - self.spans[0].header.layers[layer].start
+
+
+def cut(header: CacheHeader, stop: int) -> Span:
+    """The positions of a cache before `stop`.
+
+    Raises:
+        InputError: a sliding layer does not hold what the token at `stop` would look at.
+    """
+    for number, layer in enumerate(header.layers):
+        if stop < layer.stop and layer.window is not None and layer.start > max(0, stop - layer.window + 1):
+            raise InputError(
+                f"layer {number} has a sliding window of {layer.window} and holds the positions [{layer.start}, "
+                f"{layer.stop}) only: its first {stop} tokens cannot be loaded by themselves",
+                hint="load the whole cache, or encode the shorter prompt",
+            )
+    return Span(header=header, stop=min(stop, header.tokens.stop))

@@ -234,7 +234,7 @@ def _unneeded(url: str, objects: list[StoredObject], anchor: StoredObject | None
 
 def _try_header(url: str) -> tuple[CacheHeader | None, str | None]:
     try:
-        with CacheReader(url, header_only=True) as reader:
+        with CacheReader(url, header_only=True, alone=True) as reader:
             return reader.header, None
     except (StoreError, FormatError) as error:
         return None, error.message

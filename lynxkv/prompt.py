@@ -44,10 +44,10 @@ def place(
             be needed.
         IdentityError: logits are over another vocabulary than the model's.
     """
-    header = reader.header
-    if header.tokens.start:
-        raise InputError(f"the cache starts at position {header.tokens.start}", hint="give one that starts at 0")
-    base, suffix = header.tokens.stop, listed(suffix_ids)
+    extent = reader.extent
+    if extent.start:
+        raise InputError(f"the cache starts at position {extent.start}", hint="give one that starts at 0")
+    base, suffix = extent.stop, listed(suffix_ids)
     run_last_again = not suffix and not (use_logits and _has_logits(reader, model))
     history = _cached_ids(reader) if needs_history or run_last_again else []
     if history:
@@ -81,7 +81,7 @@ def _room(model: DecoderModel, max_new_tokens: int, cached_tokens: int, suffix_t
 
 
 def _has_logits(reader: CacheReader, model: DecoderModel) -> bool:
-    tokens = reader.header.logits_tokens
+    tokens = reader.extent.logits_tokens
     if tokens is not None and tokens != model.vocab_tokens:
         raise IdentityError(
             f"the cache's logits are over {tokens} tokens, the model's vocabulary has {model.vocab_tokens}",

@@ -69,7 +69,7 @@ def prove(
         IdentityError: the cache belongs to another model.
         FetchError, FormatError: the cache cannot be fetched or is damaged.
     """
-    check_identity(reader.header.identity, model.identity)
+    check_identity(reader.extent.identity, model.identity)
     tokens = result.token_ids
     prompt = place(
         reader,
@@ -80,9 +80,7 @@ def prove(
         use_logits=result.precision == "exact",
     )
     new_tokens = len(prompt.suffix_ids) + len(tokens)
-    cache = model.new_cache(
-        reader.header.tokens.stop, new_tokens, layers=reader.header.layers, rollback_tokens=2 * new_tokens
-    )
+    cache = model.new_cache(reader.extent.stop, new_tokens, layers=reader.extent.layers, rollback_tokens=2 * new_tokens)
     decode_into(reader, cache, result.precision)
     cache.rollback(prompt.base)
     # Up to the first difference both are one text, so the run's tokens can be fed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from lynxkv.errors import ChecksumError, ContentError, FormatError, StoreError
-from lynxkv.fetch import CacheReader, FetchOptions, open_cache
+from lynxkv.fetch import CacheReader, FetchOptions, SpanReader, open_cache
 from lynxkv.format.content import check_content
 from lynxkv.format.document import ANCHOR_NAME
 from lynxkv.format.index import ZSTD, Segment
 from lynxkv.format.read import ShardHead
-from lynxkv.layout import CacheHeader, FixedCoding, Identity, LayerSpec, TokenRange
+from lynxkv.layout import CacheHeader, FixedCoding, Identity, LayerSpec, Parent, TokenRange
 from lynxkv.prefix import prefix_digests
 from lynxkv.store import Link, Url
 
@@ -54,6 +55,7 @@ class InspectReport:
     codec_params: dict[str, Any]
     identity: Identity
     tokens: TokenRange
+    parent: Parent | None
     layers: int
     layer_groups: tuple[LayerGroup, ...]
     elements: int
@@ -76,13 +78,18 @@ class InspectReport:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """What `check` has read and found whole. `orphans` are Residuals of earlier encodes in the same prefix."""
+    """What `check` has read and found whole, caches that are continued included.
+
+    `spans` are the URLs of these caches, first to last, the one that was named among them. `orphans` are Residuals of
+    earlier encodes in its prefix.
+    """
 
     url: str
     cache_id: str
     segments: int
     bytes: int
     tokens: int
+    spans: tuple[str, ...]
     orphans: tuple[str, ...]
     orphan_bytes: int
 
@@ -96,7 +103,7 @@ def inspect(url: Url, *, link: Link | None = None) -> InspectReport:
         CacheNotFoundError, FetchError: the store cannot deliver the Anchor.
         FormatError: the Anchor is damaged.
     """
-    with CacheReader(url, link=link, header_only=True) as reader:
+    with CacheReader(url, link=link, header_only=True, alone=True) as reader:
         header = reader.header
         parts = _parts(header, "anchor", reader.anchor_head)
         problem = None
@@ -117,6 +124,7 @@ def inspect(url: Url, *, link: Link | None = None) -> InspectReport:
             codec_params=header.codec_params,
             identity=header.identity,
             tokens=header.tokens,
+            parent=header.parent,
             layers=len(header.layers),
             layer_groups=tuple(_groups(header)),
             elements=header.elements,
@@ -139,53 +147,65 @@ def inspect(url: Url, *, link: Link | None = None) -> InspectReport:
 
 
 def check(url: Url, *, link: Link | None = None, options: FetchOptions | None = None) -> CheckReport:
-    """Read all of the cache at `url` and check structure, checksums, binding and content (SPEC 4 to 8).
+    """Read all of the cache at `url` and of those it continues, and check structure, checksums, binding and content
+    (SPEC 4 to 9).
 
     Raises:
         CacheNotFoundError, FetchError: the store cannot deliver it.
         FormatError: something is not as the SPEC wants it.
     """
     with open_cache(url, link=link, options=options) as reader:
-        header, residual = reader.header, reader.header.residual
-        segments = _check_shard(reader, reader.anchor_head, ANCHOR_NAME)
-        if residual is not None:
-            segments += _check_shard(reader, reader.read_residual_head(), residual.name)
-        _check_prefix(reader)
+        segments = 0
+        for span in reader.spans:
+            segments += _check_shard(reader, span, span.anchor_head, ANCHOR_NAME)
+            if span.header.residual is not None:
+                segments += _check_shard(reader, span, reader.read_residual_head(span), span.header.residual.name)
+        _check_tokens(reader)
         orphans = _orphans(reader)
         return CheckReport(
             url=reader.url,
-            cache_id=header.cache_id,
+            cache_id=reader.header.cache_id,
             segments=segments,
-            bytes=reader.bytes_anchor + reader.bytes_residual + reader.bytes_exact,
-            tokens=header.tokens.count,
+            bytes=sum(_stored_bytes(span.header, span.anchor_head) for span in reader.spans),
+            tokens=reader.extent.tokens,
+            spans=tuple(span.url for span in reader.spans),
             orphans=tuple(orphans),
             orphan_bytes=sum(orphans.values()),
         )
 
 
-def _check_shard(reader: CacheReader, head: ShardHead, name: str) -> int:
+def _check_shard(reader: CacheReader, span: SpanReader, head: ShardHead, name: str) -> int:
     """Check every segment, and that every byte between segments is zero; returns the number of segments."""
     at = head.segments[0].offset
-    for payload in reader.stream_segments(name, head):
-        check_content(reader.header, payload.segment, payload.raw)
-        _check_gap(reader, name, head, at, payload.segment.offset)
+    for payload in reader.stream_segments(name, head, span):
+        check_content(span.header, payload.segment, payload.raw)
+        _check_gap(span, name, head, at, payload.segment.offset)
         at = payload.segment.stop
-    _check_gap(reader, name, head, at, head.bytes - head.header_bytes)
+    _check_gap(span, name, head, at, head.bytes - head.header_bytes)
     return len(head.segments)
 
 
-def _check_gap(reader: CacheReader, name: str, head: ShardHead, start: int, stop: int) -> None:
-    if stop > start and any(reader.read(name, head.header_bytes + start, head.header_bytes + stop)):
-        raise ContentError(f"{reader.url}/{name}: padding at byte {start} of the data is not zero")
+def _check_gap(span: SpanReader, name: str, head: ShardHead, start: int, stop: int) -> None:
+    if stop > start and any(span.submit_range(name, head.header_bytes + start, head.header_bytes + stop).result().data):
+        raise ContentError(f"{span.url}/{name}: padding at byte {start} of the data is not zero")
 
 
-def _check_prefix(reader: CacheReader) -> None:
-    """Recompute the prefix digests, if the token ids are there to do it from."""
-    header = reader.header
-    if header.prefix_blocks and header.tokens.stored:
-        ids, stated = reader.token_ids(), reader.prefix_sha256()
-        if ids is None or stated is None or not np.array_equal(prefix_digests(ids, header.identity), stated):
+def _check_tokens(reader: CacheReader) -> None:
+    """Recompute the digests of token ids, as far as these are there to do it from."""
+    header, ids = reader.header, reader.token_ids()
+    if ids is None:
+        return
+    before = header.parent.tokens_sha256 if header.parent is not None else None
+    if before is not None and hashlib.sha256(ids[: header.tokens.start].tobytes()).hexdigest() != before:
+        raise ChecksumError(f"{reader.url}: the token ids before it are not those it continues")
+    if header.prefix_blocks and reader.extent.start == 0:
+        stated = reader.prefix_sha256()
+        if stated is None or not np.array_equal(prefix_digests(ids, header.identity), stated):
             raise ChecksumError(f"{reader.url}: the prefix digests are not those of the token ids")
+
+
+def _stored_bytes(header: CacheHeader, head: ShardHead) -> int:
+    return head.bytes + (header.residual.bytes if header.residual is not None else 0)
 
 
 def _orphans(reader: CacheReader) -> dict[str, int]:

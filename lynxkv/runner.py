@@ -150,9 +150,9 @@ class _Run:
         top_logprobs: int | None,
         on_event: Callable[[Event], None],
     ) -> None:
-        header = reader.header
-        check_identity(header.identity, model.identity)
-        check_precision(header, "exact" if verify == "exact" else "full")
+        extent = reader.extent
+        check_identity(extent.identity, model.identity)
+        check_precision(extent, "exact" if verify == "exact" else "full")
         self.reader, self.model, self.sampling, self.on_event = reader, model, sampling, on_event
         self.target: Precision = (STAGES[verify] or ("anchor",))[-1]
         self.speculates = speculate != "off"
@@ -176,14 +176,14 @@ class _Run:
             model.to_text, eos_token_ids=model.eos_token_ids, stop=stop, max_tokens=prompt.room_tokens
         )
         self.cache = model.new_cache(
-            header.tokens.stop,
+            extent.stop,
             len(self.suffix_ids) + prompt.room_tokens,
-            layers=header.layers,
+            layers=extent.layers,
             # Draft and verification both run before a sliding layer may move.
             rollback_tokens=2 * (len(self.suffix_ids) + self._longest_draft() + 1),
         )
         if verify == "exact":
-            check_exact_destination(header, self.cache.target(0, next(iter(header.layers[0].tensors))).dtype)
+            check_exact_destination(extent.dtype, self.cache.target(0, next(iter(extent.layers[0].tensors))).dtype)
         self.arriving = ArrivingCache(
             reader,
             self.cache,
@@ -380,7 +380,7 @@ class _Run:
     @property
     def _can_wait_by_layer(self) -> bool:
         """Whether a step may run while its cache arrives: not if it writes to cached positions."""
-        return self.base == self.reader.header.tokens.stop
+        return self.base == self.reader.extent.stop
 
     def _step(self, track: Track, token_ids: Sequence[int], *, rows: int = 1, on: Precision | None = None) -> Tensor:
         """Run `token_ids` after what the cache holds, each layer once it has the precision `on`; f32 [rows, V]."""
@@ -445,9 +445,9 @@ class _Run:
 
         Exact values are found from full ones, so that these must be there when they are corrected.
         """
-        if self.base == self.reader.header.tokens.stop:
+        if self.base == self.reader.extent.stop:
             return
-        for number, layer in enumerate(self.reader.header.layers):
+        for number, layer in enumerate(self.reader.extent.layers):
             for name in layer.tensors:
                 place = self.cache.target(number, name)[:, self.base - layer.start :]
                 written = place.clone()

@@ -41,6 +41,7 @@ NAMES = [
     "__version__",
     "check",
     "compare",
+    "continuation",
     "dequantize",
     "encode",
     "export",

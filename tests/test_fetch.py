@@ -131,7 +131,7 @@ def test_remote_caches_are_asked_ahead(
     first: int, tells_size: bool, url: str, inner: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether the pieces asked for ahead end inside the header, inside the data or behind the end."""
-    for module in ("reader", "head"):
+    for module in ("span", "head"):
         monkeypatch.setattr(f"lynxkv.fetch.{module}.FIRST_READ_BYTES", first)
     transport = Remote(inner, tells_size=tells_size)
     kv = lynxkv.load(url, options=FetchOptions(transport=transport))
@@ -289,7 +289,7 @@ def test_more_than_was_asked_for_is_refused(url: str, inner: Transport) -> None:
                 yield answer
 
     with lynxkv.open(url) as reader:
-        reader._ranges.transport = Generous(inner, tells_size=False)
+        reader.spans[0].ranges_reader("anchor.safetensors").transport = Generous(inner, tells_size=False)
         with pytest.raises(lynxkv.FetchError, match="got more") as caught:
             reader.read("anchor.safetensors", 10, 20)
     assert "Range" in str(caught.value.hint)
@@ -370,8 +370,9 @@ def test_closing_ends_slow_requests_and_leaves_nothing_behind(url: str, faulty: 
 
 def test_a_simulated_link_ends_with_its_reader(url: str) -> None:
     with lynxkv.open(url, link=Link(bit_per_s=8e9)) as reader:
-        assert reader._ranges.link
-        reader._ranges.link.bit_per_s = 8.0  # a byte a second from here on
+        link = reader.spans[0].ranges_reader("anchor.safetensors").link
+        assert link
+        link.bit_per_s = 8.0  # a byte a second from here on
         assert reader.start_residual().ready() == []
     assert idle_loop_tasks() == 0
 
@@ -479,7 +480,7 @@ def test_readers_on_this_machine_keep_what_they_have_opened(url: str) -> None:
     with lynxkv.open(url) as reader:
         lynxkv.encode(random_kv(seed=5), url, overwrite=True)
         shutil.rmtree(url)
-        destination = KVDestination(reader.header)
+        destination = KVDestination(reader.extent)
         decode_into(reader, destination, "full")
     assert_equal(destination.kv, before)
 

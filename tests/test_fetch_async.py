@@ -51,8 +51,8 @@ def test_both_shards_come_with_progress_and_callbacks(url: str) -> None:
 
     async def load() -> lynxkv.KV:
         async with lynxkv.open_async(url) as reader:
-            destination = KVDestination(reader.header)
-            decoder = CacheDecoder(reader.header, destination)
+            destination = KVDestination(reader.extent)
+            decoder = CacheDecoder(reader.extent, destination)
             anchor, residual = reader.stream_anchor(), reader.start_residual()
             anchor.on_ready(lambda: told.append("anchor"))
             residual.on_ready(lambda: told.append("residual"))
@@ -116,6 +116,6 @@ def test_cancelling_leaves_nothing_behind(url: str) -> None:
 def test_an_anchor_alone_keeps_no_codes(url: str) -> None:
     with lynxkv.open(url) as reader:
         for refines in (True, False):
-            decoder = CacheDecoder(reader.header, KVDestination(reader.header), refines=refines)
+            decoder = CacheDecoder(reader.extent, KVDestination(reader.extent), refines=refines)
             decoder.anchor_all(reader.stream_anchor())
             assert (decoder.resident_bytes > 0) is refines

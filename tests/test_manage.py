@@ -140,7 +140,7 @@ def test_a_reader_keeps_what_is_pruned(caches: Path) -> None:
     before = lynxkv.load(url)
     with lynxkv.open(url) as reader:
         lynxkv.prune(caches, older_than_s=0)
-        destination = KVDestination(reader.header)
+        destination = KVDestination(reader.extent)
         decode_into(reader, destination, "full")
     assert destination.kv.layers[0].tensors["k"].equal(before.layers[0].tensors["k"])
 

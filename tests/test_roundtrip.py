@@ -115,8 +115,8 @@ def test_refining_in_place_equals_loading_full(tmp_path: Path) -> None:
         lynxkv.encode(kv, url, codec=codec)
         anchor, full = lynxkv.load(url, precision="anchor"), lynxkv.load(url)
         with lynxkv.open(url) as reader:
-            destination = KVDestination(reader.header)
-            decoder = CacheDecoder(reader.header, destination)
+            destination = KVDestination(reader.extent)
+            decoder = CacheDecoder(reader.extent, destination)
             for payload in reader.stream_anchor():
                 decoder.anchor(payload)
             assert decoder.complete_anchor
@@ -149,7 +149,7 @@ def test_stages_follow_one_another(
     url = str(tmp_path / "a.lynx")
     lynxkv.encode(random_kv(tokens=150), url, codec=codec, exact=exact)
     with lynxkv.open(url) as reader:
-        destination = KVDestination(reader.header)
+        destination = KVDestination(reader.extent)
         found: list[Precision] = []
         for stage in decode_stages(reader, destination, wanted):
             assert _equal(destination.kv, lynxkv.load(url, precision=stage))
@@ -171,7 +171,7 @@ def test_a_wider_destination_gets_the_same_values(dtype: torch.dtype, precision:
 
     with lynxkv.open(url) as reader:
         wide = [{name: torch.empty_like(x, dtype=dtype) for name, x in layer.tensors.items()} for layer in kv.layers]
-        decode_into(reader, Wide(reader.header), precision)
+        decode_into(reader, Wide(reader.extent), precision)
     narrow = lynxkv.load(url, precision=precision)
     for layer, source in zip(wide, narrow.layers, strict=True):
         assert all(torch.equal(layer[name], source.tensors[name].to(dtype)) for name in layer)
@@ -269,12 +269,12 @@ def test_exact_needs_a_destination_that_holds_it(tmp_path: Path) -> None:
     url = str(tmp_path / "a.lynx")
     lynxkv.encode(kv, url, exact=True)
     with lynxkv.open(url) as reader:
-        destination = KVDestination(reader.header)
+        destination = KVDestination(reader.extent)
         for layer in destination.kv.layers:
             layer.tensors = {name: tensor.to(torch.float16) for name, tensor in layer.tensors.items()}
         with pytest.raises(lynxkv.InputError, match="cannot hold"):
             decode_into(reader, destination, "exact")
-        decoder = CacheDecoder(reader.header, destination)
+        decoder = CacheDecoder(reader.extent, destination)
         for payload in reader.stream_anchor():
             decoder.anchor(payload)
         *_, last = reader.start_residual(exact=True)

@@ -39,6 +39,10 @@ CacheMaxBytes = Annotated[
     ),
 ]
 CACHE_MAX_BYTES = "16GiB"
+Tokens = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="Load the first N tokens only, and fetch no more than these need."),
+]
 Model = Annotated[
     str | None,
     typer.Option(

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 HELP = """Example: lynxkv check readme.lynx
 
-Read all of a cache and check structure, checksums and the binding of its two shards.
+Read all of a cache and of those it continues, and check structure, checksums, and that shards and caches belong
+together.
 
 Exit code 0 says that the cache is whole; what is wrong is named otherwise. All is read from the store itself;
 with --cache-dir what was read is kept there for commands that load.
@@ -38,7 +39,10 @@ def check(
     report = lynxkv.check(url, options=options)
     output.result(asdict(report))
     if not quiet:
-        lines = [f"{report.url}: whole, {report.tokens} tokens, {report.segments} segments, {size(report.bytes)}"]
+        caches = "" if len(report.spans) == 1 else f" in {len(report.spans)} caches"
+        lines = [
+            f"{report.url}: whole, {report.tokens} tokens{caches}, {report.segments} segments, {size(report.bytes)}"
+        ]
         output.data("\n".join([*lines, *superseded(report)]))
 
 

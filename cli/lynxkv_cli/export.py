@@ -9,13 +9,24 @@ from typing import Annotated
 import typer
 
 from lynxkv.choices import Precision, ResidualPolicy
-from lynxkv_cli._options import CACHE_MAX_BYTES, CacheDir, CacheMaxBytes, Json, Quiet, ResidualUrl, Url, parse_size
+from lynxkv_cli._options import (
+    CACHE_MAX_BYTES,
+    CacheDir,
+    CacheMaxBytes,
+    Json,
+    Quiet,
+    ResidualUrl,
+    Tokens,
+    Url,
+    parse_size,
+)
 from lynxkv_cli._output import Output, size
 
 HELP = """Example: lynxkv export readme.lynx --out readme.safetensors
 
 Decode a cache into a plain safetensors file: layer.<i>.k and layer.<i>.v of shape [heads, tokens, head_dim],
-and token_ids if the cache stores them. `lynxkv encode --from` reads such a file.
+and token_ids if the cache stores them. `lynxkv encode --from` reads such a file. Caches that this one continues
+come with it.
 """
 
 
@@ -23,6 +34,7 @@ def export(
     url: Url,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="KV.safetensors", help="The file to write.")],
     precision: Annotated[Precision, typer.Option(help="exact needs a cache made with encode --exact.")] = "full",
+    tokens: Tokens = None,
     residual_url: ResidualUrl = None,
     if_residual_unavailable: Annotated[
         ResidualPolicy, typer.Option(help="anchor-only exports the Anchor's values then, and says so.")
@@ -43,7 +55,7 @@ def export(
         cache_dir=cache_dir,
         cache_max_bytes=parse_size(cache_max_bytes),
     )
-    report = lynxkv.export(url, out, precision=precision, overwrite=force, options=options)
+    report = lynxkv.export(url, out, tokens=tokens, precision=precision, overwrite=force, options=options)
     if report.precision != precision:
         output.note(f"the Residual is not to be had: values have {report.precision} precision")
     output.result(asdict(report))

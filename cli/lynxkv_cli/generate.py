@@ -21,6 +21,7 @@ from lynxkv_cli._options import (
     Model,
     Quiet,
     ResidualUrl,
+    Tokens,
     Url,
     parse_link,
     parse_size,
@@ -31,7 +32,7 @@ from lynxkv_cli._output import Output, can_style, seconds, size
 
 if TYPE_CHECKING:
     from lynxkv.events import Event, GenerateResult
-    from lynxkv.fetch import FetchOptions
+    from lynxkv.fetch import CacheReader
     from lynxkv.integrations import hf
     from lynxkv.layout import Identity
     from lynxkv.proof import Proof
@@ -83,6 +84,7 @@ def generate(
             "Anchor, fetch no Residual."
         ),
     ] = "full",
+    tokens: Tokens = None,
     link: Annotated[
         str | None,
         typer.Option(metavar="RATE[/RTT]", help="Read over a simulated link, such as 200mbit/20ms."),
@@ -130,12 +132,12 @@ def generate(
         cache_dir=cache_dir,
         cache_max_bytes=disk_bytes,
     )
-    with CacheReader(url, options=options, header_only=True) as reader:
-        identity = reader.header.identity
+    with CacheReader(url, tokens=tokens, options=options, header_only=True) as reader:
+        identity = reader.extent.identity
         if verify == "exact":
             from lynxkv.decoder import check_precision
 
-            check_precision(reader.header, verify)
+            check_precision(reader.extent, verify)
         unverified = verify == "none" and reader.bytes_residual > 0
     ref = model or _model_of(url, identity)
 
@@ -158,7 +160,7 @@ def generate(
         timeline.on_event(event)
 
     # The clock of the result starts here: with the model in memory, before the first byte of the cache.
-    with lynxkv.open(url, link=simulated, options=options) as reader:
+    with lynxkv.open(url, tokens=tokens, link=simulated, options=options) as reader:
         try:
             result = lynxkv.generate(
                 reader,
@@ -177,7 +179,10 @@ def generate(
         timeline.write(trace, result)
     if plot is not None:
         timeline.plot(plot, result)
-    proof = _prove(url, options, loaded, suffix_ids, result, output) if prove else None
+    proof = None
+    if prove:
+        with lynxkv.open(url, tokens=tokens, options=options) as reader:
+            proof = _prove(reader, loaded, suffix_ids, result, output)
     output.result(
         {
             "url": url,
@@ -196,12 +201,11 @@ def generate(
 
 
 def _prove(
-    url: str, options: FetchOptions, model: hf.Model, suffix_ids: list[int], result: GenerateResult, output: Output
+    reader: CacheReader, model: hf.Model, suffix_ids: list[int], result: GenerateResult, output: Output
 ) -> Proof:
-    import lynxkv
     from lynxkv.proof import prove
 
-    with lynxkv.open(url, options=options) as reader, output.progress() as progress:
+    with output.progress() as progress:
         return prove(reader, model, suffix_ids, result, progress=partial(progress, "prove"))
 
 

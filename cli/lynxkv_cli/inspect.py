@@ -18,6 +18,7 @@ from lynxkv_cli.check import superseded
 if TYPE_CHECKING:
     from lynxkv.choices import Precision
     from lynxkv.fidelity import TensorError
+    from lynxkv.layout import Parent
     from lynxkv.report import InspectReport
 
 QUERIES_OF = {
@@ -84,13 +85,13 @@ def _compare_with_model(url: str, ref: str, precision: Precision | None, output:
     from lynxkv.models import check_prompt
 
     with lynxkv.open(url) as reader:
-        stored, header = reader.token_ids(), reader.header
-    if stored is None or header.tokens.start:
-        what = "does not store its token ids" if stored is None else f"starts at position {header.tokens.start}"
+        stored, extent = reader.token_ids(), reader.extent
+    if stored is None or extent.start:
+        what = "does not store its token ids" if stored is None else f"starts at position {extent.start}"
         hint = "compare with --against and the KV cache it was made from"
         raise InputError(f"{url} {what}", hint=hint)
     model = lynxkv.load_model(ref, report=output.note)
-    check_identity(header.identity, model.identity)
+    check_identity(extent.identity, model.identity)
     ids = stored.tolist()
     check_prompt(model, ids)
     output.note(f"prefilling {len(ids)} tokens")
@@ -112,6 +113,7 @@ def describe(report: InspectReport) -> str:
         ("adapter", identity.adapter),
         ("turn", identity.turn),
         ("tokens", f"{tokens.count}, positions [{tokens.start}, {tokens.stop}), {stored}"),
+        ("continues", None if report.parent is None else _continued(report.parent)),
         ("layers", "; ".join(_layers(report))),
         ("codec", " ".join([report.codec, *(f"{name}={value}" for name, value in report.codec_params.items())])),
         ("dtype", report.dtype),
@@ -156,6 +158,12 @@ def error_table(errors: Iterable[TensorError]) -> str:
         for error in errors
     ]
     return "\n".join(_aligned(rows))
+
+
+def _continued(parent: Parent) -> str:
+    names = ", ".join(f"{span.name} to {span.stop}" for span in parent.spans)
+    precision = "as computed" if parent.precision == "computed" else f"at {parent.precision} precision"
+    return f"{names}; prefilled on them {precision}"
 
 
 def _layers(report: InspectReport) -> Iterable[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from format_spec.generator.caches import cache, coding, latent
@@ -37,6 +37,8 @@ class Vector:
     unread: bool = False
     # In what bytes decode to: a decoder must refuse it, a check, which need not decode, may pass it.
     decoded: bool = False
+    # Whole caches beside it, that it continues or claims to.
+    beside: dict[str, Files] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:

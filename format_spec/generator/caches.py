@@ -24,7 +24,7 @@ from format_spec.generator.formulas import (
     raw,
     stored_raw,
 )
-from format_spec.generator.writer import CacheDraft, Document, Draft, typed
+from format_spec.generator.writer import CacheDraft, Document, Draft, Files, typed
 
 
 @dataclass(kw_only=True)
@@ -98,12 +98,13 @@ def cache(
     known: bool = True,
     logits: int = 0,
     identity: Document | None = None,
+    parent: Document | None = None,
     formulas: Formulas | None = None,
     compress: Compress = stored_raw,
 ) -> CacheDraft:
     """A whole cache by formula, with what it decodes to; `logits` is the size of the vocabulary, 0 for none.
 
-    Token ids that are not `known` are not stored either.
+    Token ids that are not `known` are not stored either. What a `parent` decodes to is left out.
     """
     layers = [{"start": start, "stop": stop} | one for one in layers or [layer()]]
     ids = token_ids(start, stop)
@@ -124,7 +125,7 @@ def cache(
         "residual": None,
         "identity": IDENTITY | (identity or {}),
         "writer": {"tool": "generate_vectors.py", "version": "0.1"},
-        "parent": None,
+        "parent": parent,
         "transform": None,
         "logits": {"tokens": logits} if logits else None,
     }
@@ -171,7 +172,7 @@ def cache(
                 precision: np.concatenate([sink, coded.reshape(shape)]).transpose(1, 0, 2)
                 for precision, coded in by_precision.items()
             }
-    head = prefix_digests(document, ids) + codebooks(codings, formulas)
+    head = prefix_digests(document, token_ids(0, stop)) + codebooks(codings, formulas)
     if any(codings[t["coding"]]["scheme"] == "entropy" for one in layers for t in one["tensors"].values()):
         head.append(typed("steps", "F32", np.array(steps, np.float32)))
     if logits:
@@ -181,10 +182,27 @@ def cache(
     return CacheDraft(document=document, anchor=head + body + tail, residual=residual, expected=expected)
 
 
+def parent_of(spans: list[tuple[str, Files, int]], *, precision: str = "full", known: bool = True) -> Document:
+    """SPEC 9.4: what a cache continues; each span by name, files and where it stops."""
+    ids = token_ids(0, spans[-1][2]).astype("<u4")
+    return {
+        "precision": precision,
+        "tokens_sha256": hashlib.sha256(ids.tobytes()).hexdigest() if known else None,
+        "spans": [{"name": name, "header_sha256": header_sha256(files), "stop": stop} for name, files, stop in spans],
+    }
+
+
+def header_sha256(files: Files) -> str:
+    """Of an Anchor's bytes [0, 8 + n)."""
+    anchor = files["anchor.safetensors"]
+    return hashlib.sha256(anchor[: 8 + int.from_bytes(anchor[:8], "little")]).hexdigest()
+
+
 def prefix_digests(document: Document, ids: npt.NDArray[np.uint32]) -> list[Draft]:
-    """SPEC 9.2."""
+    """SPEC 9.2, from the ids of all positions from 0 on."""
     blocks = ids.size // 256
-    if document["tokens"]["start"] > 0 or document["tokens"]["sha256"] is None or blocks == 0:
+    before = document["tokens"]["start"] == 0 or (document["parent"] or {}).get("tokens_sha256") is not None
+    if not before or document["tokens"]["sha256"] is None or blocks == 0:
         return []
     identity = document["identity"]
     text = "lynxkv-prefix-1\n"

@@ -33,6 +33,7 @@ def invalid() -> Iterator[Vector]:
     yield from invalid_headers.containers()
     yield from invalid_headers.json_texts()
     yield from invalid_documents.documents()
+    yield from invalid_documents.parents()
     yield from invalid_arrays.array_lists()
     yield from invalid_arrays.indexes()
     yield from invalid_arrays.digests()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from format_spec.generator.broken import (
+    BARE,
     Vector,
     inside,
     put,
@@ -17,10 +19,8 @@ from format_spec.generator.broken import (
     vector,
     without,
 )
-from format_spec.generator.caches import cache, coding, digest, latent
-from format_spec.generator.writer import (
-    Document,
-)
+from format_spec.generator.caches import cache, coding, digest, latent, parent_of
+from format_spec.generator.writer import CacheDraft, Document, Files, write
 
 # One field of each object and each type is kept as a vector; the others are made when tested.
 FIELDS = [
@@ -53,6 +53,57 @@ def missing(fields: list[str], fixed: list[str], residual: list[str]) -> Iterato
     for path in residual:
         name = f"header-residual-without-{path}"
         yield vector(name, "7", f"{path} is missing", split(), role="residual", document=without(path))
+
+
+def parents() -> Iterator[Vector]:
+    """SPEC 9.4: what a cache says of the caches it continues, broken."""
+    raw, few = [coding("raw")], [latent(1, 1)]
+    first = write(cache(raw, few, stop=2, identity=BARE))
+    second = write(cache(raw, few, start=2, stop=3, identity=BARE, parent=parent_of([("parent.lynx", first, 2)])))
+    beside = {"parent.lynx": first, "parent-copied.lynx": first, "parent-of-two.lynx": second}
+
+    def child(spans: list[tuple[str, Files, int]], layers: list[Document] = few, **fields: Any) -> CacheDraft:
+        start = spans[-1][2]
+        return cache(raw, layers, start=start, stop=start + 1, identity=BARE, parent=parent_of(spans), **fields)
+
+    one = [("parent.lynx", first, 2)]
+    for path, value, why in (
+        ("parent", [], "a list for an object"),
+        ("parent.precision", "raw", "an unknown precision"),
+        ("parent.tokens_sha256", "none", "no digest"),
+        ("parent.spans", [], "no span"),
+        ("parent.spans.0", "parent.lynx", "a string for an object"),
+        ("parent.spans.0.stop", 0, "an empty span"),
+        ("parent.spans.0.stop", 1, "an end before the start of the cache"),
+        ("parent.spans.0.stop", 3, "an end after the start of the cache"),
+        ("parent.spans.0.header_sha256", "none", "no digest"),
+        ("parent.spans.0.name", "../parent.lynx", "a path"),
+        ("parent.spans.0.name", "https://example.org/parent.lynx", "a URL"),
+        ("parent.spans.0.name", "..%2fparent.lynx", "an escaped path"),
+        ("parent.spans.0.name", ".lynx", "no name"),
+        ("parent.spans.0.name", "parent", "no cache"),
+        ("parent.spans.0.name", "x" * 251 + ".lynx", "a name that is too long"),
+    ):
+        slug = "-".join((path.replace(".", "-"), *why.split()))
+        yield vector(f"header-{slug}", "9.4", f"{path}: {why}", child(one), document=inside(path, value))
+    yield vector("header-parent-twice", "9.4", "a span comes before itself", child([*one, ("parent.lynx", first, 3)]))
+    many = child([(f"{stop}.lynx", first, stop) for stop in range(1, 257)])
+    yield vector("header-parent-spans-256", "10", "256 spans", many)
+    window = [latent(1, 1, kind="sliding", window=4)]
+    yield vector("header-parent-of-a-sliding-layer", "9.4", "a sliding layer in a chain", child(one, window))
+    for name, why, draft in (
+        ("replaced", "the parent is another than the one that was continued", child([("parent.lynx", second, 2)])),
+        ("too-short", "the parent ends before its stop", child([("parent.lynx", first, 3)])),
+        ("starts-elsewhere", "the only span does not start at 0", child([("parent-of-two.lynx", second, 3)])),
+        (
+            "of-another-chain",
+            "a span that continues the same cache under another name",
+            child([("parent-copied.lynx", first, 2), ("parent-of-two.lynx", second, 3)]),
+        ),
+        ("of-another-shape", "another head dim", child(one, [latent(1, 2)])),
+        ("of-another-dtype", "another dtype", child(one, dtype="fp16")),
+    ):
+        yield replace(vector(f"binding-parent-{name}", "9.4", why, draft), beside=beside)
 
 
 def over_64_mib(index: bytearray) -> None:
@@ -118,9 +169,7 @@ def documents() -> Iterator[Vector]:
     ):
         slug = "-".join(filter(None, (path.replace(".", "-"), "-".join(why.replace(",", "").split()))))
         yield vector(f"header-{slug}", "6", f"{path}: {why}", tiny(), document=inside(path, value))
-    for feature in ("parent", "transform"):
-        name = f"unsupported-{feature}"
-        yield vector(name, "6", f"{feature} is not null", tiny(), document=inside(feature, {}))
+    yield vector("unsupported-transform", "6", "transform is not null", tiny(), document=inside("transform", {}))
     yield vector("unsupported-version", "6", "version 0.2", tiny(), document=put(version="0.2"))
     yield vector("unsupported-required", "6", "an unknown feature", tiny(), document=put(required=["deltas"]))
     # Whatever else a later version may change, its name comes first.

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from format_spec.generator.caches import cache, coding, digest, latent, layer
+from format_spec.generator.caches import cache, coding, digest, latent, layer, parent_of
 from format_spec.generator.formulas import Formulas, f32
 from format_spec.generator.writer import CacheDraft, Document, Files, Hooks, sha256, write, zstd_frame
 
@@ -19,6 +19,29 @@ def valid() -> Iterator[tuple[str, CacheDraft, Files]]:
     for name, draft in drafts():
         yield name, draft, write(draft)
     yield generous_document()
+    yield from chain()
+
+
+def chain() -> Iterator[tuple[str, CacheDraft, Files]]:
+    """SPEC 9.4: three caches as one, of different codings, the third going on before the second ends."""
+    codings = [coding("entropy", sink_tokens=4, exact=True), coding("fixed", sink_tokens=4), coding("raw")]
+    parts = [(0, 200), (200, 300), (280, 530)]
+    spans: list[tuple[str, Files, int]] = []
+    decoded: dict[str, dict[str, Any]] = {}
+    for number, (start, stop) in enumerate(parts):
+        name = f"chain-{number}"
+        parent = parent_of(spans, precision=("full", "computed")[number % 2]) if spans else None
+        draft = cache([codings[number]], start=start, stop=stop, parent=parent)
+        for key, values in draft.expected.items():
+            before = decoded.get(key, {precision: array[:, :0] for precision, array in values.items()})
+            decoded[key] = {
+                precision: np.concatenate([before[precision][:, :start], array], axis=1)
+                for precision, array in values.items()
+            }
+        draft.expected = dict(decoded)
+        files = write(draft)
+        yield name, draft, files
+        spans.append((f"{name}.lynx", files, [*parts[1:], (stop, stop)][number][0]))
 
 
 def drafts() -> Iterator[tuple[str, CacheDraft]]:

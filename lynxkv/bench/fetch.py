@@ -95,12 +95,12 @@ def _turn(url: Url, options: FetchOptions, opened: CacheReader) -> dict[str, flo
     residual = opened.header.residual
     seconds = {"anchor_plain": _download(url, ANCHOR_NAME, opened.bytes_anchor, options)}
     for what in ("anchor", "overlapped"):
-        destination = KVDestination(opened.header)  # not part of what is measured
+        destination = KVDestination(opened.extent)  # not part of what is measured
         gc.collect()
         began = time.perf_counter()
         with CacheReader(url, options=options) as reader:
             seconds["header"] = time.perf_counter() - began
-            decoder = CacheDecoder(reader.header, destination)
+            decoder = CacheDecoder(reader.extent, destination)
             anchor = reader.stream_anchor()
             early = reader.start_residual() if what == "overlapped" and residual else None
             decoder.anchor_all(anchor)

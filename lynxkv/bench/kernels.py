@@ -287,7 +287,7 @@ def _encoding(
 def _loading(coding: Coding, cache: _Published, total: int) -> list[Operation]:
     """The cache fetched from memory, checked, decompressed and decoded into tensors that are there already."""
     with open_cache(cache.url) as reader:
-        destination = KVDestination(reader.header)
+        destination = KVDestination(reader.extent)
 
     def load(precision: Precision) -> None:
         with open_cache(cache.url) as reader:

@@ -95,7 +95,7 @@ class LynxStored:
     def decode(self, destination: TensorDestination) -> Iterator[Precision]:
         """The Anchor, then the Residual in place, as far as there is one."""
         with open_cache(self._url) as reader:
-            exact: tuple[Precision, ...] = ("exact",) if reader.header.has_exact else ()
+            exact: tuple[Precision, ...] = ("exact",) if reader.extent.has_exact else ()
             yield from decode_stages(reader, destination, ("anchor", "full", *exact))
 
 

@@ -2,6 +2,15 @@
 
 from lynxkv.fetch.options import FetchOptions
 from lynxkv.fetch.reader import CacheReader, open_cache, open_cache_async
+from lynxkv.fetch.span import SpanReader
 from lynxkv.fetch.stream import SegmentPayload, SegmentStream
 
-__all__ = ["CacheReader", "FetchOptions", "SegmentPayload", "SegmentStream", "open_cache", "open_cache_async"]
+__all__ = [
+    "CacheReader",
+    "FetchOptions",
+    "SegmentPayload",
+    "SegmentStream",
+    "SpanReader",
+    "open_cache",
+    "open_cache_async",
+]

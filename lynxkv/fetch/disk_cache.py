@@ -224,11 +224,12 @@ class ShardCopy:
         return b""
 
     def keep(self, segments: Sequence[Segment], data: bytearray) -> None:
-        """Write neighbouring segments that have passed their checks; soon, and if there is room for them."""
-        first = self._numbers[segments[0].offset]
+        """Write neighbouring segments that have passed their checks, and what came with them from between; soon, and if
+        there is room for them. All are checked when they are read.
+        """
         if not self._broken:
             start = self._header_bytes + segments[0].offset
-            self._cache.write_later(self, start, data, range(first, first + len(segments)))
+            self._cache.write_later(self, start, data, self._run(segments))
 
     def keep_head(self, data: bytearray) -> None:
         """Write the shard's head."""
@@ -237,11 +238,11 @@ class ShardCopy:
 
     def forget(self, segments: Sequence[Segment]) -> None:
         """Take segments that did not pass their checks for missing."""
-        first = self._numbers[segments[0].offset]
-        self._here[first : first + len(segments)] = bytes(len(segments))
+        run = self._run(segments)
+        self._here[run.start : run.stop] = bytes(len(run))
         if self._file is not None:
             with contextlib.suppress(OSError):
-                self._file.write(_PROLOGUE.size + first, bytes(len(segments)))
+                self._file.write(_PROLOGUE.size + run.start, bytes(len(run)))
 
     def drop(self) -> None:
         """Drop all of the copy."""
@@ -256,6 +257,10 @@ class ShardCopy:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def _run(self, segments: Sequence[Segment]) -> range:
+        """The numbers of segments in file order, those between them included."""
+        return range(self._numbers[segments[0].offset], self._numbers[segments[-1].offset] + 1)
 
     def write(self, start: int, data: bytearray, numbers: range) -> None:
         """Write bytes of the shard, then say that these segments are here, or its head if there are none."""

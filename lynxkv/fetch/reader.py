@@ -1,4 +1,4 @@
-"""An open cache: the Anchor first, the Residual in the background while others work.
+"""An open cache, or a chain of them: Anchors first, Residuals in the background while others work.
 
 Nothing here decodes; nothing here imports torch.
 """
@@ -6,112 +6,160 @@ Nothing here decodes; nothing here imports torch.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from lynxkv.errors import BindingError, CacheNotFoundError, ChecksumError, FetchError, FormatError, TruncatedError
-from lynxkv.fetch.disk_cache import DiskCache, ShardCopy
-from lynxkv.fetch.head import Front, read_head
+from lynxkv.errors import InputError
+from lynxkv.fetch.chain import check_tokens, open_parent, wanted_parents
+from lynxkv.fetch.disk_cache import DiskCache
 from lynxkv.fetch.options import FetchOptions
-from lynxkv.fetch.ranges import Fetched, RangeReader
 from lynxkv.fetch.scheduler import Lane, Scheduler
-from lynxkv.fetch.stream import OpenedShard, SegmentPayload, SegmentRange, SegmentStream
+from lynxkv.fetch.span import SpanReader, lane_of
+from lynxkv.fetch.stream import SegmentPayload, SegmentRange, SegmentStream
 from lynxkv.format.content import check_content
 from lynxkv.format.document import ANCHOR_NAME
-from lynxkv.format.index import Segment
-from lynxkv.format.read import (
-    FIRST_READ_BYTES,
-    ReadRange,
-    ShardHead,
-    open_segment,
-    read_anchor_head,
-    read_residual_head,
-)
-from lynxkv.layout import CacheHeader, ResidualRef
+from lynxkv.format.read import ShardHead
+from lynxkv.layout import CacheHeader, Extent, cut
 from lynxkv.store import Link, Store, Url
-from lynxkv.store.transport import transport_for
 
 U8 = npt.NDArray[np.uint8]
-T = TypeVar("T")
-
-# Pieces of FIRST_READ_BYTES that are asked for when a remote cache is opened, before its layout is known: on a link of
-# 200 Mbit/s and 20 ms they cover the round trip that would pass until the first segments can be asked for.
-AHEAD = 4
 
 
 class CacheReader:
-    """An open cache: its header has been read and checked, nothing else. Close it, or use it in a `with` block."""
+    """An open cache, with those that it continues: headers have been read and checked, nothing else.
+
+    Close it, or use it in a `with` block.
+
+    Args:
+        tokens: load the first so many only.
+        header_only: nothing but headers will be read, so nothing is asked for ahead.
+        alone: leave caches that it continues alone: nothing of them is read.
+
+    Attributes:
+        header: of the cache that was named; those it continues have their own, in `extent`.
+        extent: what is loaded, as one.
+    """
 
     def __init__(
-        self, url: Url, *, link: Link | None = None, options: FetchOptions | None = None, header_only: bool = False
+        self,
+        url: Url,
+        *,
+        tokens: int | None = None,
+        link: Link | None = None,
+        options: FetchOptions | None = None,
+        header_only: bool = False,
+        alone: bool = False,
     ) -> None:
         self.opened_at = time.perf_counter()
-        self.store = Store(url)
-        self.url = self.store.url
         self.options = options or FetchOptions()
-        self._header_only = header_only
-        # Of shards on other machines, on this one's disk.
+        self._link = link
+        self._scheduler = Scheduler(self.options.concurrency, what=Store(url).url)
         self._disk: DiskCache | None = None
-        self._copies: dict[str, ShardCopy] = {}
-        self._scheduler = Scheduler(self.options.concurrency, what=self.url)
-        transport = transport_for(self.store, self.options.transport, self._scheduler.workers)
-        self._ranges = self._residual_ranges = RangeReader(self.url, transport, self.options, link)
-        if self.options.residual_url is not None:
-            store = Store.of_residuals(self.options.residual_url)
-            transport = transport_for(store, self.options.transport, self._scheduler.workers)
-            self._residual_ranges = RangeReader(store.url, transport, self.options, link)
-        # Why the Residual could not be fetched, once that is known.
-        self.residual_problem: str | None = None
+        self._opened: list[SpanReader] = []  # the named one first, those it continues after it
         try:
             if self.options.cache_dir is not None and not header_only:
                 self._disk = DiskCache(Path(self.options.cache_dir), self.options.cache_max_bytes)
-            self._front = self._start_front(ANCHOR_NAME)
-            self.header, self.anchor_head = self._scheduler.submit(Lane.ANCHOR, self._anchor_head).result()
+            # Of a token prefix, what comes next is perhaps not wanted.
+            self._head = self._span(url, ahead=not header_only and tokens is None)
+            self._scheduler.submit(Lane.ANCHOR, self._head.open).result()
+            # What of its chain is loaded, first to last.
+            self.spans = (
+                (self._head,) if alone else self._open_chain(check_tokens(self.header, tokens), not header_only)
+            )
         except BaseException:
             self.close()
             raise
 
     @property
+    def url(self) -> str:
+        return self._head.url
+
+    @property
+    def store(self) -> Store:
+        return self._head.store
+
+    @property
+    def header(self) -> CacheHeader:
+        return self._head.header
+
+    @property
+    def anchor_head(self) -> ShardHead:
+        """Header and index of the Anchor of the cache that was named."""
+        return self._head.anchor_head
+
+    @property
+    def extent(self) -> Extent:
+        return Extent(spans=tuple(span.part for span in self.spans))
+
+    @property
+    def residual_problem(self) -> str | None:
+        """Why a Residual could not be fetched, once that is known."""
+        return next((span.residual_problem for span in self.spans if span.residual_problem is not None), None)
+
+    @property
     def bytes_anchor(self) -> int:
-        """Size of the Anchor, header included."""
-        return self.anchor_head.bytes
+        """Bytes of all Anchors, headers included; of a token prefix, those that are needed."""
+        return sum(span.bytes_anchor for span in self.spans)
 
     @property
     def bytes_residual(self) -> int:
-        """Bytes of the Residual that lead to full precision; 0 if the cache has none."""
-        return self.header.residual.bytes - self.header.residual.exact_bytes if self.header.residual else 0
+        """Bytes of all Residuals that lead to full precision; of a token prefix an estimate until they are opened."""
+        return sum(span.bytes_residual for span in self.spans)
 
     @property
     def bytes_exact(self) -> int:
-        """Bytes of the Residual that lead on to the original; 0 if the cache has none."""
-        return self.header.residual.exact_bytes if self.header.residual else 0
+        """Bytes of all Residuals that lead on to the original; as `bytes_residual`."""
+        return sum(span.bytes_exact for span in self.spans)
 
     def stream_anchor(self) -> SegmentStream:
-        """All segments of the Anchor but the token ids, in file order."""
-        wanted = [item for item in self.anchor_head.segments if item.plan.part not in ("token_ids", "prefix", "logits")]
-        return self._stream(ANCHOR_NAME, self.anchor_head, wanted)
+        """What decoding needs of the Anchors, by layer; of each in file order."""
+        return self._stream(_merged(span.anchor_ranges() for span in self.spans))
 
-    def stream_segments(self, name: str, head: ShardHead) -> SegmentStream:
-        """All segments of one shard, whose head has been read, as the store has them."""
-        return self._stream(name, head, head.segments, from_disk=False)
+    def start_residual(self, *, exact: bool = False) -> SegmentStream:
+        """Start to fetch the Residuals: heads first, then segments, keys before values and exact ones last, if asked
+        for; of each in file order.
+
+        Their requests wait for those of the Anchors.
+
+        Raises:
+            BindingError: no cache has one.
+            StoreError: the reader is closed.
+        """
+        spans = [span for span in self.spans if span.header.residual is not None]
+        if not spans:
+            self._head.residual_ref()
+        for span in spans:
+            span.start_residual()
+
+        async def open_shards() -> list[SegmentRange]:
+            return _merged(await asyncio.gather(*(span.residual_ranges(exact=exact) for span in spans)))
+
+        return SegmentStream(self._scheduler.submit(Lane.RESIDUAL, open_shards), self._submit)
+
+    def stream_segments(self, name: str, head: ShardHead, span: SpanReader | None = None) -> SegmentStream:
+        """All segments of a shard, whose head has been read, of one of `spans`, or of the cache that was named; as the
+        store has them.
+        """
+        return self._stream((span or self._head).ranges_of(name, head, head.segments, from_disk=False))
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of a shard, unchecked.
+        """Bytes [start, stop) of a shard of the cache that was named, unchecked.
 
         Raises:
             CacheNotFoundError, FetchError: the store cannot deliver them.
             StoreError: the reader is closed.
         """
-        return bytes(self._submit_range(name, start, stop).result().data)
+        return bytes(self._head.submit_range(name, start, stop).result().data)
 
     def size(self, name: str) -> int:
         """The size of a shard as the store has it.
@@ -120,59 +168,47 @@ class CacheReader:
             CacheNotFoundError, FetchError: the store cannot tell.
             StoreError: the reader is closed.
         """
-        return self._scheduler.submit(_lane(name), partial(self._ranges_of(name).size, name)).result()
+        return self._scheduler.submit(lane_of(name), partial(self._head.ranges_reader(name).size, name)).result()
 
-    def start_residual(self, *, exact: bool = False) -> SegmentStream:
-        """Start to fetch the Residual: its head first, then its segments in file order, exact ones if asked for.
-
-        Its requests wait for those of the Anchor.
-
-        Raises:
-            BindingError: the cache has none.
-            StoreError: the reader is closed.
-        """
-        ref = self._residual()
-        head = self._kept_residual_head(ref)
-        front = self._start_front(ref.name) if head is None else None
-
-        async def open_shard() -> OpenedShard:
-            opened = head or await self._residual_head(ref.name, front)
-            return opened, [item for item in opened.segments if exact or item.plan.part != "exact"]
-
-        opened = self._scheduler.submit(Lane.RESIDUAL, open_shard)
-        return self._stream_of(ref.name, opened, front)
-
-    def read_residual_head(self) -> ShardHead:
-        """Header and index of the Residual, as the store has them.
+    def read_residual_head(self, span: SpanReader | None = None) -> ShardHead:
+        """Header and index of the Residual of one of `spans`, or of the cache that was named, as the store has them.
 
         Raises:
             CacheNotFoundError: the object is missing.
             FormatError: it is damaged, or belongs to another encode.
             StoreError: the reader is closed.
         """
-        ref = self._residual()
-        return self._scheduler.submit(Lane.RESIDUAL, partial(self._residual_head, ref.name, None)).result()
+        span = span or self._head
+        span.residual_ref()
+        return self._scheduler.submit(Lane.RESIDUAL, span.residual_head).result()
 
     def token_ids(self) -> npt.NDArray[np.uint32] | None:
-        """The token ids [T], or None if the cache does not store them."""
-        raw = self._one("token_ids")
-        return None if raw is None else raw.view("<u4")
+        """The token ids of what is loaded [T], or None if a cache does not store its own."""
+        parts: list[npt.NDArray[np.uint32]] = []
+        for span in self.spans:
+            raw = self._one(span, "token_ids")
+            if raw is None:
+                return None
+            parts.append(raw.view("<u4")[: span.part.stop - span.header.tokens.start])
+        return np.concatenate(parts)
 
     def logits(self) -> npt.NDArray[np.float32] | None:
-        """The logits [V] after the last token, or None if the cache does not store them."""
-        raw = self._one("logits")
+        """The logits [V] after the last token that is loaded, or None if they are not stored."""
+        if self.extent.logits_tokens is None:
+            return None
+        raw = self._one(self.spans[-1], "logits")
         return None if raw is None else raw.view("<f4")
 
     def prefix_sha256(self) -> U8 | None:
-        """The digests [blocks, 32] of the prefix blocks, or None if the cache has none."""
-        raw = self._one("prefix")
+        """The digests [blocks, 32] of all blocks up to the end of the cache that was named, or None if it has none."""
+        raw = self._one(self._head, "prefix")
         return None if raw is None else raw.reshape(-1, 32)
 
     def close(self) -> None:
         """Stop reading: requests still in flight are cancelled, and streams say that the reader is closed."""
         self._scheduler.close()
-        self._ranges.transport.close()
-        self._residual_ranges.transport.close()
+        for span in self._opened:
+            span.close()
         if self._disk is not None:
             self._disk.close()
 
@@ -184,195 +220,75 @@ class CacheReader:
     ) -> None:
         self.close()
 
-    def _residual(self) -> ResidualRef:
-        if self.header.residual is None:
-            raise BindingError(f"{self.url} has no Residual")
-        return self.header.residual
+    def _span(self, url: Url, *, ahead: bool, number: int = 0) -> SpanReader:
+        span = SpanReader(url, self._scheduler, self.options, self._link, disk=self._disk, ahead=ahead, number=number)
+        self._opened.append(span)
+        return span
 
-    def _one(self, part: str) -> U8 | None:
+    def _open_chain(self, stop: int, ahead: bool) -> tuple[SpanReader, ...]:
+        """Open the caches that the named one continues, all at once, and cut the last one that is needed."""
+        refs = wanted_parents(self.header, stop)
+        if refs and not isinstance(self.options.transport, str) and not callable(self.options.transport):
+            hint = "give a function that makes a transport for each cache"
+            raise InputError(f"{self.url} continues other caches, which its transport does not read", hint=hint)
+        parents = [
+            self._span(self.store.sibling(ref.name), ahead=ahead, number=number) for number, ref in enumerate(refs)
+        ]
+        opening = [
+            self._scheduler.submit(Lane.ANCHOR, partial(open_parent, span, self.header, span.number))
+            for span in parents
+        ]
+        for opened in opening:
+            opened.result()
+        for span, ref in zip(parents, refs, strict=True):
+            span.part = cut(span.header, min(ref.stop, stop))
+        self._head.number = len(parents)
+        if stop <= self.header.tokens.start:
+            return tuple(parents)
+        self._head.part = cut(self.header, stop)
+        return (*parents, self._head)
+
+    def _one(self, span: SpanReader, part: str) -> U8 | None:
         """The content of an array of one segment."""
-        wanted = [item for item in self.anchor_head.segments if item.plan.part == part]
-        for payload in self._stream(ANCHOR_NAME, self.anchor_head, wanted):
-            check_content(self.header, payload.segment, payload.raw)
+        wanted = [item for item in span.anchor_head.segments if item.plan.part == part]
+        for payload in self._stream(span.ranges_of(ANCHOR_NAME, span.anchor_head, wanted)):
+            check_content(span.header, payload.segment, payload.raw)
             return payload.raw
         return None
 
-    def _stream(
-        self, name: str, head: ShardHead, wanted: Sequence[Segment], *, from_disk: bool = True
-    ) -> SegmentStream:
+    def _stream(self, wanted: list[SegmentRange]) -> SegmentStream:
         self._scheduler.check_open()
-        opened: Future[OpenedShard] = Future()
-        opened.set_result((head, wanted))
-        return self._stream_of(name, opened, self._front if name == ANCHOR_NAME else None, from_disk=from_disk)
+        known: Future[list[SegmentRange]] = Future()
+        known.set_result(wanted)
+        return SegmentStream(known, self._submit)
 
-    def _stream_of(
-        self, name: str, opened: Future[OpenedShard], front: Front | None, *, from_disk: bool = True
-    ) -> SegmentStream:
-        def kept(segment: Segment) -> bool:
-            return from_disk and name in self._copies and self._copies[name].holds(segment)
-
-        submit = partial(self._submit_segments, name, front)
-        return SegmentStream(opened, submit, concurrency=self.options.concurrency, kept=kept)
-
-    def _start_front(self, name: str) -> Front:
-        """Ask for the first bytes of a shard whose head is not known yet."""
-        ranges = self._ranges_of(name)
-        ahead = ranges.transport.is_remote and not self._header_only
-        if ahead and self._disk is not None and self._disk.has(f"{ranges.url}/{name}"):
-            ahead = False  # the head will show whether the copy on disk is of the same content; mostly it is
-        stop = (AHEAD if ahead else 1) * FIRST_READ_BYTES
-        return Front([self._submit_range(name, at, at + FIRST_READ_BYTES) for at in range(0, stop, FIRST_READ_BYTES)])
-
-    async def _anchor_head(self) -> tuple[CacheHeader, ShardHead]:
-        parse = partial(read_anchor_head, what=f"{self.url}/{ANCHOR_NAME}")
-        header, head = await self._read_head(ANCHOR_NAME, self._front, parse)
-        if header.residual is not None:
-            await self._residual_ranges.transport.keep(header.residual.name)
-        if (copy := await self._scheduler.compute(self._copy, ANCHOR_NAME, head.header_sha256)) is not None:
-            copy.expect(head)
-        return header, head
-
-    def _kept_residual_head(self, ref: ResidualRef) -> ShardHead | None:
-        """The Residual's head from its copy on disk."""
-        copy = self._copy(ref.name, ref.header_sha256)
-        data = copy.head() if copy is not None else None
-        if copy is None or data is None:
-            return None
-        try:
-            head = self._parse_residual(ref.name, lambda start, stop: data[start:stop], ref.bytes)
-        except FormatError:
-            copy.drop()
-            return None
-        return head if copy.expect(head) else None
-
-    def _copy(self, name: str, header_sha256: str) -> ShardCopy | None:
-        """The copy of a shard on disk, which may be empty; None if this reader, or this store, has none."""
-        ranges = self._ranges_of(name)
-        if self._disk is None or not ranges.transport.is_remote:
-            return None
-        if name not in self._copies:
-            self._copies[name] = self._disk.copy(f"{ranges.url}/{name}", header_sha256)
-        return self._copies[name]
-
-    def _parse_residual(self, name: str, read: ReadRange, size: int) -> ShardHead:
-        return read_residual_head(read, size, self.header, what=f"{self._residual_ranges.url}/{name}")
-
-    async def _residual_head(self, name: str, front: Front | None) -> ShardHead:
-        raw = bytearray()
-
-        def parse(read: ReadRange, size: int) -> ShardHead:
-            head = self._parse_residual(name, read, size)
-            raw[:] = read(0, head.header_bytes + head.segments[0].offset)
-            return head
-
-        with self._noticing(name):
-            try:
-                head = await self._read_head(name, front, parse)
-                copy = await self._scheduler.compute(self._copy, name, head.header_sha256)
-                if copy is not None:
-                    copy.expect(head)
-                    copy.keep_head(raw)
-                return head
-            except CacheNotFoundError as error:
-                hint = "encode the cache again; if its Residual is elsewhere, say where"
-                where = self._residual_ranges.url
-                raise CacheNotFoundError(f"{where}: the Residual {name} is missing", hint=hint) from error
-
-    async def _read_head(self, name: str, front: Front | None, parse: Callable[[ReadRange, int], T]) -> T:
-        ranges = self._ranges_of(name)
-        size = partial(ranges.size, name)
-        try:
-            return await read_head(partial(self._fetch, name, front), size, parse)
-        except FormatError:  # damaged on the way, perhaps
-            return await read_head(partial(ranges.fetch, name), size, parse)
-
-    async def _fetch(self, name: str, front: Front | None, start: int, stop: int) -> Fetched:
-        """Bytes [start, stop) of a shard, those that have been asked for already from there."""
-        ranges = self._ranges_of(name)
-        if front is None or start >= front.stop:
-            return await ranges.fetch(name, start, stop)
-        first = await front.fetch(start, min(stop, front.stop))
-        if stop <= front.stop or len(first.data) < front.stop - start:
-            return first
-        rest = await ranges.fetch(name, front.stop, stop)
-        return Fetched(data=first.data + rest.data, size=first.size)
-
-    def _submit_range(self, name: str, start: int, stop: int) -> Future[Fetched]:
-        return self._scheduler.submit(_lane(name), partial(self._ranges_of(name).fetch, name, start, stop))
-
-    def _submit_segments(self, name: str, front: Front | None, wanted: SegmentRange) -> Future[list[SegmentPayload]]:
-        copy = self._copies.get(name)
-
-        async def fetch_checked() -> list[SegmentPayload]:
-            if copy is not None and wanted.kept:
-                self._scheduler.give_way()
-                try:
-                    return await self._scheduler.compute(self._check_copy, copy, name, wanted)
-                except (ChecksumError, TruncatedError):
-                    copy.forget(wanted.segments)
-            with self._noticing(name):
-                payloads, data = await self._fetch_checked(name, front, wanted)
-            if copy is not None:
-                copy.keep(wanted.segments, data)
-            return payloads
-
-        return self._scheduler.submit(_lane(name), fetch_checked)
-
-    async def _fetch_checked(
-        self, name: str, front: Front | None, wanted: SegmentRange
-    ) -> tuple[list[SegmentPayload], bytearray]:
-        """What fails a check is fetched once more before giving up, and not from what came ahead."""
-        try:
-            fetched = await self._fetch(name, front, wanted.start, wanted.stop)
-            self._scheduler.give_way()
-            return await self._scheduler.compute(self._check, name, wanted, fetched.data), fetched.data
-        except (ChecksumError, TruncatedError):
-            fetched = await self._ranges_of(name).fetch(name, wanted.start, wanted.stop)
-            return await self._scheduler.compute(self._check, name, wanted, fetched.data), fetched.data
-
-    def _check_copy(self, copy: ShardCopy, name: str, wanted: SegmentRange) -> list[SegmentPayload]:
-        return self._check(name, wanted, copy.read(wanted.start, wanted.stop))
-
-    def _check(self, name: str, wanted: SegmentRange, fetched: bytes | bytearray) -> list[SegmentPayload]:
-        data, first = memoryview(fetched), wanted.segments[0].offset
-        what = f"{self._ranges_of(name).url}/{name}"
-        return [
-            SegmentPayload(
-                segment=segment,
-                raw=open_segment(segment, data[segment.offset - first : segment.stop - first], what=what),
-            )
-            for segment in wanted.segments
-        ]
-
-    def _ranges_of(self, name: str) -> RangeReader:
-        return self._ranges if name == ANCHOR_NAME else self._residual_ranges
-
-    @contextmanager
-    def _noticing(self, name: str) -> Iterator[None]:
-        """Remember that the Residual could not be fetched."""
-        try:
-            yield
-        except (CacheNotFoundError, FetchError) as error:
-            if name != ANCHOR_NAME:
-                self.residual_problem = error.message
-            raise
+    def _submit(self, wanted: SegmentRange) -> Future[list[SegmentPayload]]:
+        return next(span for span in self._opened if span.number == wanted.span).submit_segments(wanted)
 
 
-def open_cache(url: Url, *, link: Link | None = None, options: FetchOptions | None = None) -> CacheReader:
-    """Open the cache at `url`: reads and checks its header. `link` simulates a slower one.
+def open_cache(
+    url: Url, *, tokens: int | None = None, link: Link | None = None, options: FetchOptions | None = None
+) -> CacheReader:
+    """Open the cache at `url`, and those that it continues: reads and checks their headers.
+
+    Args:
+        tokens: load the first so many only, and fetch no more than these need.
+        link: simulates a slower one.
+        options: how to fetch.
 
     Raises:
-        CacheNotFoundError: there is no cache.
+        CacheNotFoundError: there is no cache, or one that it continues is missing.
         FetchError: the store cannot be read.
-        FormatError: what is there is damaged or not a cache.
-        InputError: the URL does not end in `.lynx`, or its scheme is unknown.
+        FormatError: what is there is damaged or not a cache, or another than the one that was continued.
+        IdentityError: a cache continues one of another model.
+        InputError: the URL does not end in `.lynx`, its scheme is unknown, or so many tokens cannot be loaded.
     """
-    return CacheReader(url, link=link, options=options)
+    return CacheReader(url, tokens=tokens, link=link, options=options)
 
 
 @asynccontextmanager
 async def open_cache_async(
-    url: Url, *, link: Link | None = None, options: FetchOptions | None = None
+    url: Url, *, tokens: int | None = None, link: Link | None = None, options: FetchOptions | None = None
 ) -> AsyncIterator[CacheReader]:
     """`open_cache` for event loops: `async with open_cache_async(url) as reader`, then `async for` over its streams.
 
@@ -381,7 +297,7 @@ async def open_cache_async(
     Raises:
         As `open_cache`.
     """
-    opening = asyncio.ensure_future(asyncio.to_thread(open_cache, url, link=link, options=options))
+    opening = asyncio.ensure_future(asyncio.to_thread(open_cache, url, tokens=tokens, link=link, options=options))
     try:
         reader = await asyncio.shield(opening)
     except asyncio.CancelledError:
@@ -398,5 +314,15 @@ def _close_opened(opening: asyncio.Future[CacheReader]) -> None:
         opening.result().close()
 
 
-def _lane(name: str) -> Lane:
-    return Lane.ANCHOR if name == ANCHOR_NAME else Lane.RESIDUAL
+def _merged(spans: Iterable[list[SegmentRange]]) -> list[SegmentRange]:
+    """The ranges of several caches in the order in which a decoder wants them, those of each in their own order."""
+    return sorted(itertools.chain.from_iterable(spans), key=_turn)
+
+
+def _turn(wanted: SegmentRange) -> tuple[int, int, int]:
+    """Exact segments after all others, values of a Residual after keys; then by layer, then by span."""
+    plan = wanted.segments[0].plan
+    stage = 2 * (plan.part == "exact") + (
+        plan.part in ("residual", "exact") and plan.tensor is not None and plan.tensor.name == "v"
+    )
+    return stage, plan.tensor.layer if plan.tensor is not None else -1, wanted.span

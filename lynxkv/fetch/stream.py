@@ -15,23 +15,27 @@ import numpy.typing as npt
 
 from lynxkv.fetch import options
 from lynxkv.format.index import Segment
-from lynxkv.format.read import ShardHead
 
 U8 = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentPayload:
-    """A checked segment and its raw bytes."""
+    """A checked segment and its raw bytes; `span` counts the caches that are loaded as one."""
 
     segment: Segment
     raw: U8
+    span: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentRange:
-    """Neighbouring segments, all `kept` on disk or none; `start` and `stop` count from the beginning of the object."""
+    """Neighbouring segments of a shard, all `kept` on disk or none; `start` and `stop` count from the beginning of the
+    object.
+    """
 
+    span: int
+    shard: str
     start: int
     stop: int
     segments: tuple[Segment, ...]
@@ -43,43 +47,36 @@ class SegmentRange:
         return sum(map(_memory_bytes, self.segments))
 
 
-OpenedShard = tuple[ShardHead, Sequence[Segment]]
-"""A shard's head, and those of its segments that are wanted, in file order."""
-
-
 class SegmentStream:
-    """The segments of one shard in file order, fetched ahead.
+    """Segments in the order of their ranges, fetched ahead.
 
     `ready()` never blocks, `wait()` and iterating do; all raise what went wrong with the next segment: `FetchError`,
     `CacheNotFoundError`, a `FormatError`, or a `StoreError` if the reader was closed. `async for` works as well, on any
-    event loop. `bytes_done` counts stored bytes handed out, of `bytes_total`: None until the head has been read.
+    event loop. `bytes_done` counts stored bytes handed out, of `bytes_total`: None until the ranges are known.
     """
 
     def __init__(
         self,
-        head: Future[OpenedShard],
+        wanted: Future[list[SegmentRange]],
         submit: Callable[[SegmentRange], Future[list[SegmentPayload]]],
-        *,
-        concurrency: int,
-        kept: Callable[[Segment], bool] = lambda segment: False,
     ) -> None:
-        self._submit, self._concurrency, self._kept = submit, concurrency, kept
-        self._head: Future[OpenedShard] | None = head
+        self._submit = submit
+        self._wanted: Future[list[SegmentRange]] | None = wanted
         self._waiting: deque[SegmentRange] = deque()
         self._in_flight: deque[tuple[SegmentRange, Future[list[SegmentPayload]]]] = deque()
         self._window = 0
         self._lock = threading.Lock()
-        self._missing: int | None = None  # ranges that have not arrived; None until the head has been read
+        self._missing: int | None = None  # ranges that have not arrived; None until they are known
         self._when_ready: list[Callable[[], None]] = []
         self.bytes_done = 0
         self.bytes_total: int | None = None
-        if head.done() and head.exception() is None:
+        if wanted.done() and wanted.exception() is None:
             self._take()  # what is known to be wanted is asked for at once
 
     @property
     def done(self) -> bool:
         """Whether every segment has been handed out."""
-        return self._head is None and not self._waiting and not self._in_flight
+        return self._wanted is None and not self._waiting and not self._in_flight
 
     @property
     def bytes_in_flight(self) -> int:
@@ -99,7 +96,7 @@ class SegmentStream:
 
     async def __aiter__(self) -> AsyncIterator[SegmentPayload]:
         while not self.done:
-            future: Future[Any] = self._in_flight[0][1] if self._head is None else self._head
+            future: Future[Any] = self._in_flight[0][1] if self._wanted is None else self._wanted
             # Whoever stops to wait does not take back what has been asked for; closing does.
             await asyncio.shield(asyncio.wrap_future(future))
             for payload in self._take():
@@ -125,27 +122,26 @@ class SegmentStream:
 
     def close(self) -> None:
         """Forget what has not been asked for. What is in flight ends by itself, or when the reader is closed."""
-        if self._head is not None:
-            self._head.cancel()
+        if self._wanted is not None:
+            self._wanted.cancel()
         for _, future in self._in_flight:
             future.cancel()
-        self._head = None
+        self._wanted = None
         self._waiting.clear()
         self._in_flight.clear()
         self._window = 0
 
     def _next_arrived(self) -> bool:
-        if self._head is not None:
-            return self._head.done()
+        if self._wanted is not None:
+            return self._wanted.done()
         return bool(self._in_flight) and self._in_flight[0][1].done()
 
     def _take(self) -> list[SegmentPayload]:
-        if self._head is not None:
-            head, segments = self._head.result()
-            self._head = None
-            self._waiting = deque(ranges(segments, head.header_bytes, self._concurrency, self._kept))
+        if self._wanted is not None:
+            self._waiting = deque(self._wanted.result())
+            self._wanted = None
             self._missing = len(self._waiting)
-            self.bytes_total = sum(segment.stored_bytes for segment in segments)
+            self.bytes_total = sum(segment.stored_bytes for wanted in self._waiting for segment in wanted.segments)
             self._fill()
             return []
         done, future = self._in_flight[0]
@@ -179,27 +175,36 @@ class SegmentStream:
 
 
 def ranges(
-    segments: Sequence[Segment], header_bytes: int, concurrency: int, kept: Callable[[Segment], bool]
+    segments: Sequence[Segment],
+    header_bytes: int,
+    concurrency: int,
+    kept: Callable[[Segment], bool],
+    *,
+    span: int,
+    shard: str,
 ) -> Iterator[SegmentRange]:
     """Runs of neighbouring segments of about `RANGE_BYTES`, smaller as fewer bytes are left for all connections.
 
-    A run holds either segments that are `kept` on this machine, or others.
+    A run holds either segments that are `kept` on this machine, or others. Where segments between are not wanted, a run
+    ends, unless they take less than a request of its own costs.
     """
     run: list[Segment] = []
     run_kept = False
+    left = sum(segment.stored_bytes for segment in segments)
 
     def whole() -> SegmentRange:
         start, stop = header_bytes + run[0].offset, header_bytes + run[-1].stop
-        return SegmentRange(start=start, stop=stop, segments=tuple(run), kept=run_kept)
+        return SegmentRange(span=span, shard=shard, start=start, stop=stop, segments=tuple(run), kept=run_kept)
 
     for segment in segments:
         here = kept(segment)
         if run:
-            share = (segments[-1].stop - run[0].offset) // concurrency
-            target = min(options.RANGE_BYTES, max(options.LAST_RANGE_BYTES, share))
+            target = min(options.RANGE_BYTES, max(options.LAST_RANGE_BYTES, left // concurrency))
             memory = sum(map(_memory_bytes, run)) + _memory_bytes(segment)
-            if here != run_kept or segment.stop - run[0].offset > target or memory > options.WINDOW_BYTES:
+            apart = here != run_kept or segment.offset - run[-1].stop > options.GAP_BYTES
+            if apart or segment.stop - run[0].offset > target or memory > options.WINDOW_BYTES:
                 yield whole()
+                left -= sum(item.stored_bytes for item in run)
                 run = []
         run_kept = here
         run.append(segment)

@@ -17,8 +17,11 @@ from lynxkv.layout import (
     Identity,
     LayerKind,
     LayerSpec,
+    Parent,
+    ParentPrecision,
     RawCoding,
     ResidualRef,
+    SpanRef,
     TensorName,
     TensorSpec,
     TokenRange,
@@ -29,12 +32,19 @@ VERSION = "0.1"
 ANCHOR_NAME = "anchor.safetensors"
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _CODEBOOK = re.compile(r"[a-z0-9-]{1,32}")
+# A plain name: nothing that a path, a URL, a shell or a file system takes for more than a name.
+_SIBLING = re.compile(r"[^./\\%?#:*\[\]\x00-\x1f\x7f][^/\\%?#:*\[\]\x00-\x1f\x7f]{0,249}\.lynx")
 _TENSOR_ORDER: tuple[TensorName, ...] = get_args(TensorName)
 
 
 def residual_name(header_sha256: str) -> str:
     """The Residual's file name (SPEC 5.3)."""
     return f"residual-{header_sha256[:16]}.safetensors"
+
+
+def is_sibling_name(name: str) -> bool:
+    """Whether a cache of this name can be another one's parent (SPEC 9.4)."""
+    return _SIBLING.fullmatch(name) is not None
 
 
 class Fields:
@@ -128,9 +138,8 @@ def parse_anchor_document(text: str, *, what: str) -> CacheHeader:
         UnsupportedFormatError: another version or an unknown required feature.
     """
     fields = parse_common(text, role="anchor", what=what)
-    for reserved in ("parent", "transform"):
-        if fields.any(reserved) is not None:
-            raise UnsupportedFormatError(f"{what}: uses the reserved field {reserved!r}")
+    if fields.any("transform") is not None:
+        raise UnsupportedFormatError(f"{what}: uses the reserved field 'transform'")
     tokens = fields.object("tokens")
     span = TokenRange(
         start=tokens.integer("start", 0, limits.MAX_TOKENS),
@@ -165,8 +174,11 @@ def parse_anchor_document(text: str, *, what: str) -> CacheHeader:
         residual=fields.optional("residual", lambda name: _residual(fields.object(name))),
         identity=_identity(fields.object("identity")),
         logits_tokens=fields.optional("logits", lambda name: _logits(fields.object(name))),
+        parent=fields.optional("parent", lambda name: _parent(fields.object(name), span)),
         writer=fields.object("writer").value,
     )
+    if header.parent is not None and any(layer.kind != "full" for layer in layers):
+        raise HeaderError(f"{what}: a cache with sliding layers cannot continue another")
     segments = sum(-(-ref.coded_tokens // ref.coding.segment_tokens) for ref in header.tensors)
     if segments > limits.MAX_SEGMENTS:
         raise HeaderError(f"{what}: {segments} segments are over {limits.MAX_SEGMENTS}")
@@ -192,7 +204,7 @@ def render_anchor_document(header: CacheHeader) -> dict[str, Any]:
         "residual": asdict(header.residual) if header.residual else None,
         "identity": asdict(header.identity),
         "writer": header.writer,
-        "parent": None,
+        "parent": asdict(header.parent) if header.parent else None,
         "transform": None,
         "logits": {"tokens": header.logits_tokens} if header.logits_tokens else None,
     }
@@ -308,6 +320,27 @@ def _identity(fields: Fields) -> Identity:
 
 def _logits(fields: Fields) -> int:
     return fields.integer("tokens", 1, limits.MAX_LOGITS)
+
+
+def _parent(fields: Fields, tokens: TokenRange) -> Parent:
+    spans: list[SpanRef] = []
+    for number, item in enumerate(fields.list("spans", limits.MAX_PARENT_SPANS)):
+        one = Fields(item, f"{fields.where}.spans[{number}]")
+        name = one.string("name")
+        if not is_sibling_name(name):
+            raise HeaderError(f"{one.where}: name is {name!r}, not the plain name of a cache")
+        if any(span.name == name for span in spans):
+            raise HeaderError(f"{fields.where}: {name!r} comes before itself")
+        before = spans[-1].stop if spans else 0
+        stop = one.integer("stop", before + 1, tokens.start)
+        spans.append(SpanRef(name=name, header_sha256=one.hex64("header_sha256"), stop=stop))
+    if not spans or spans[-1].stop != tokens.start:
+        raise HeaderError(f"{fields.where}: its spans do not end at position {tokens.start}, where the cache starts")
+    return Parent(
+        precision=fields.one_of("precision", get_args(ParentPrecision)),
+        tokens_sha256=fields.optional("tokens_sha256", fields.hex64),
+        spans=tuple(spans),
+    )
 
 
 def _without_none(value: dict[str, Any]) -> dict[str, Any]:

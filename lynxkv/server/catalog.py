@@ -131,7 +131,7 @@ class Catalog:
         name = url.removeprefix(self.root).lstrip("/")
         try:
             cache_url(self.root, name)
-            with CacheReader(url, header_only=True) as reader:
+            with CacheReader(url, header_only=True, alone=True) as reader:
                 digests = reader.prefix_sha256()
                 header = reader.header
         except (StoreError, FormatError, ValueError):

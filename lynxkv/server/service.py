@@ -185,7 +185,7 @@ class Service:
         try:
             async with open_cache_async(url, link=link, options=options) as reader:
                 model = self._model_for(reader.header.identity, caller)
-                tokens = reader.header.tokens.stop
+                tokens = reader.extent.stop
                 if prompt_ids is None:
                     # A cache that does not say how it ends is taken to end as this model's do.
                     turn = reader.header.identity.turn or self.model.identity.turn or "none"
@@ -230,7 +230,7 @@ class Service:
         emit: Emit,
         cancellation: Cancellation,
     ) -> Answer:
-        cached_tokens = reader.header.tokens.stop
+        cached_tokens = reader.extent.stop
         self._check_memory(ask, cached_tokens + len(suffix_ids))
         result = generate(
             reader,

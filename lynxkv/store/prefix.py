@@ -79,6 +79,20 @@ class Store:
         """Whether it is a folder of this machine."""
         return isinstance(self.fs, LocalFileSystem)
 
+    @property
+    def name(self) -> str:
+        """The last part of the URL."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def folder(self) -> str:
+        """What comes before the name, with the slash between: the prefix that this one is under."""
+        return self.url.removesuffix(self.name)
+
+    def sibling(self, name: str) -> str:
+        """The URL of the cache called `name` under the prefix that this one is under."""
+        return self.folder + name
+
     def path_of(self, name: str) -> str:
         return f"{self.path}/{name}"
 

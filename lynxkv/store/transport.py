@@ -15,7 +15,7 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -68,14 +68,18 @@ class Transport(Protocol):
         ...
 
 
-def transport_for(store: Store, name: TransportName | Transport, workers: Executor) -> Transport:
+TransportChoice = TransportName | Transport | Callable[[Store], Transport]
+"""A transport by name, one that reads the cache that was named, or what makes one for each cache of a chain."""
+
+
+def transport_for(store: Store, name: TransportChoice, workers: Executor) -> Transport:
     """The transport called `name` for a store; blocking file systems are read on `workers`.
 
     Raises:
         InputError: there is none of that name, or it does not reach this store.
     """
     if not isinstance(name, str):
-        return name
+        return name(store) if callable(name) else name
     if name == "obstore" or (name == "auto" and _suits_obstore(store)):
         from lynxkv.store.obstore_transport import ObstoreTransport
 

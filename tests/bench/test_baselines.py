@@ -21,6 +21,7 @@ from lynxkv.codecs.alg1 import Alg1, split_level, top_level
 from lynxkv.decoder import KVDestination
 from lynxkv.encoder import encode_shards
 from lynxkv.errors import InputError
+from lynxkv.layout import Extent
 from lynxkv.quantization import dequantize, quantize
 from lynxkv.testing.kv import random_kv
 
@@ -43,7 +44,7 @@ def test_every_baseline_stores_a_cache_and_gives_it_back(label: str) -> None:
     elements = sum(x.numel() for layer in kv.layers for x in layer.tensors.values())
     with method.store(kv) as stored:
         found = []
-        for precision in stored.decode(destination := KVDestination(header)):
+        for precision in stored.decode(destination := KVDestination(Extent.of(header))):
             errors = [
                 mse(destination.target(number, name).float(), x) / float(x.square().mean())
                 for number, layer in enumerate(kv.layers)

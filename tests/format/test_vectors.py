@@ -100,15 +100,15 @@ def test_stock_safetensors_opens_each_shard(name: str) -> None:
 def decoded(url: str, precision: Precision) -> KV:
     """What lynxkv makes of a cache; where not every tensor is exact, as far as each goes, and `load` must refuse."""
     with lynxkv.open(url) as reader:
-        if precision != "exact" or reader.header.has_exact:
+        if precision != "exact" or reader.extent.has_exact:
             return lynxkv.load(url, precision=precision)
         with pytest.raises(lynxkv.InputError):
             lynxkv.load(url, precision="exact")
-        destination = KVDestination(reader.header)
-        decoder = CacheDecoder(reader.header, destination)
+        destination = KVDestination(reader.extent)
+        decoder = CacheDecoder(reader.extent, destination)
         for payload in reader.stream_anchor():
             decoder.anchor(payload)
-        for payload in reader.start_residual(exact=True) if reader.header.residual else ():
+        for payload in reader.start_residual(exact=True) if reader.extent.has_residual else ():
             decoder.refine(payload)
         assert decoder.complete_exact
     return destination.kv

@@ -230,19 +230,23 @@ class LynxCache(Cache):
         model: Any,
         *,
         new_tokens: int,
+        tokens: int | None = None,
         precision: Precision = "full",
         link: Link | None = None,
     ) -> LynxCache:
-        """Fetch and decode the cache at `url`, with room for `new_tokens` more.
+        """Fetch and decode the cache at `url`, with room for `new_tokens` more; `tokens` loads its first so many only.
 
         Raises:
             IdentityError: it belongs to another model.
             InputError: exact precision is asked of a cache or a model that does not hold it.
             CacheNotFoundError, FetchError, FormatError: it cannot be fetched or is damaged.
         """
-        with open_cache(url, link=link) as reader:
-            check_identity(reader.header.identity, model.identity)
-            cache = cls.allocate(model, reader.header.tokens.stop, new_tokens, layers=reader.header.layers)
+        with open_cache(url, tokens=tokens, link=link) as reader:
+            extent = reader.extent
+            if extent.start:
+                raise InputError(f"the cache starts at position {extent.start}", hint="give one that starts at 0")
+            check_identity(extent.identity, model.identity)
+            cache = cls.allocate(model, extent.stop, new_tokens, layers=extent.layers)
             decode_into(reader, cache, precision)
         return cache
 

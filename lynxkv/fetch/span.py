@@ -1,0 +1,353 @@
+"""One cache of what a reader loads: its two shards, their heads, and ranges of them, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
+
+from lynxkv.errors import BindingError, CacheNotFoundError, ChecksumError, FetchError, FormatError, TruncatedError
+from lynxkv.fetch.disk_cache import DiskCache, ShardCopy
+from lynxkv.fetch.head import Front, read_head
+from lynxkv.fetch.options import FetchOptions
+from lynxkv.fetch.ranges import Fetched, RangeReader
+from lynxkv.fetch.scheduler import Lane, Scheduler
+from lynxkv.fetch.stream import SegmentPayload, SegmentRange, ranges
+from lynxkv.format.document import ANCHOR_NAME
+from lynxkv.format.index import Segment
+from lynxkv.format.read import (
+    FIRST_READ_BYTES,
+    ReadRange,
+    ShardHead,
+    open_segment,
+    read_anchor_head,
+    read_residual_head,
+)
+from lynxkv.layout import CacheHeader, ResidualRef, Span
+from lynxkv.store import Link, Store, Url
+from lynxkv.store.transport import Transport, transport_for
+
+T = TypeVar("T")
+
+# Pieces of FIRST_READ_BYTES that are asked for when a remote cache is opened, before its layout is known: on a link of
+# 200 Mbit/s and 20 ms they cover the round trip that would pass until the first segments can be asked for.
+AHEAD = 4
+# Arrays that no decoding needs.
+_ASIDE = ("token_ids", "prefix", "logits")
+
+
+class SpanReader:
+    """A cache whose Anchor is being asked for. After `open` has run, its header has been read and checked.
+
+    Attributes:
+        number: of the span, from 0; segments and ranges carry it.
+        residual_problem: why the Residual could not be fetched, once that is known.
+    """
+
+    header: CacheHeader
+    anchor_head: ShardHead
+
+    def __init__(
+        self,
+        url: Url,
+        scheduler: Scheduler,
+        options: FetchOptions,
+        link: Link | None,
+        *,
+        disk: DiskCache | None,
+        ahead: bool,
+        number: int = 0,
+    ) -> None:
+        self.store = Store(url)
+        self.url = self.store.url
+        self.number = number
+        self._scheduler, self._options, self._ahead = scheduler, options, ahead
+        # Of shards on other machines, on this one's disk.
+        self._disk = disk
+        self._copies: dict[str, ShardCopy] = {}
+        self._ranges = self._residual_ranges = self._reader_of(self.store, link)
+        if options.residual_url is not None:
+            self._residual_ranges = self._reader_of(Store.of_residuals(options.residual_url), link)
+        self.residual_problem: str | None = None
+        self._front = self._start_front(ANCHOR_NAME)
+        self._residual_front: Front | None = None
+        self._kept_head: ShardHead | None = None
+        self._part: Span | None = None
+        self._residual_bytes: tuple[int, int] | None = None  # to full, and from there to exact; once known
+
+    async def open(self) -> None:
+        """Read and check the Anchor's head.
+
+        Raises:
+            CacheNotFoundError, FetchError, FormatError: it is not there, cannot be read, or is damaged.
+        """
+        parse = partial(read_anchor_head, what=f"{self.url}/{ANCHOR_NAME}")
+        self.header, self.anchor_head = await self._read_head(ANCHOR_NAME, self._front, parse)
+        if self.header.residual is not None:
+            await self._residual_ranges.transport.keep(self.header.residual.name)
+        copy = await self._scheduler.compute(self._copy, ANCHOR_NAME, self.anchor_head.header_sha256)
+        if copy is not None:
+            copy.expect(self.anchor_head)
+
+    @property
+    def part(self) -> Span:
+        """What of the cache is loaded; all of it, unless something else was set."""
+        return self._part or Span(header=self.header, stop=self.header.tokens.stop)
+
+    @part.setter
+    def part(self, part: Span) -> None:
+        self._part = part
+
+    @property
+    def bytes_anchor(self) -> int:
+        """Of the Anchor, header included: all of it, or, of a token prefix, what is needed."""
+        if self.part.is_whole:
+            return self.anchor_head.bytes
+        head = self.anchor_head
+        return head.header_bytes + head.segments[0].offset + _stored_bytes(self.anchor_segments())
+
+    @property
+    def bytes_residual(self) -> int:
+        """Of the Residual, up to full precision. Of a token prefix an estimate, until its index has been read."""
+        return self._residual_sizes()[0]
+
+    @property
+    def bytes_exact(self) -> int:
+        """Of the Residual, from full precision to the original; as `bytes_residual`."""
+        return self._residual_sizes()[1]
+
+    def residual_ref(self) -> ResidualRef:
+        """What the Anchor says of the Residual.
+
+        Raises:
+            BindingError: there is none.
+        """
+        if self.header.residual is None:
+            raise BindingError(f"{self.url} has no Residual")
+        return self.header.residual
+
+    def anchor_segments(self) -> list[Segment]:
+        """Those of the Anchor that decoding needs, in file order."""
+        segments = (item for item in self.anchor_head.segments if item.plan.part not in _ASIDE)
+        return list(self._needed(segments))
+
+    def anchor_ranges(self) -> list[SegmentRange]:
+        """`anchor_segments`, neighbours together."""
+        return self.ranges_of(ANCHOR_NAME, self.anchor_head, self.anchor_segments())
+
+    def start_residual(self) -> None:
+        """Ask for the first bytes of the Residual, unless its head is on disk."""
+        self._kept_head = self._kept_residual_head(self.residual_ref())
+        if self._kept_head is None and self._residual_front is None:
+            self._residual_front = self._start_front(self.residual_ref().name)
+
+    async def residual_ranges(self, *, exact: bool) -> list[SegmentRange]:
+        """Read the head of the Residual, and say what of it decoding needs, exact segments last and only if wanted.
+
+        Raises:
+            BindingError: there is no Residual, or it is that of another encode.
+            CacheNotFoundError, FetchError, FormatError: it is not there, cannot be read, or is damaged.
+        """
+        name = self.residual_ref().name
+        head = self._kept_head or await self.residual_head()
+        needed = list(self._needed(head.segments))
+        first, last = ([item for item in needed if (item.plan.part == "exact") is kind] for kind in (False, True))
+        if not self.part.is_whole:
+            own = head.header_bytes + head.segments[0].offset
+            self._residual_bytes = own + _stored_bytes(first), _stored_bytes(last)
+        out = self.ranges_of(name, head, first)
+        return out + self.ranges_of(name, head, last) if exact else out
+
+    async def residual_head(self) -> ShardHead:
+        """Header and index of the Residual, as the store has them; raises as `residual_ranges`."""
+        name, raw = self.residual_ref().name, bytearray()
+
+        def parse(read: ReadRange, size: int) -> ShardHead:
+            head = self._parse_residual(read, size)
+            raw[:] = read(0, head.header_bytes + head.segments[0].offset)
+            return head
+
+        with self._noticing(name):
+            try:
+                head = await self._read_head(name, self._residual_front, parse)
+            except CacheNotFoundError as error:
+                hint = "encode the cache again; if its Residual is elsewhere, say where"
+                where = self._residual_ranges.url
+                raise CacheNotFoundError(f"{where}: the Residual {name} is missing", hint=hint) from error
+        copy = await self._scheduler.compute(self._copy, name, head.header_sha256)
+        if copy is not None:
+            copy.expect(head)
+            copy.keep_head(raw)
+        return head
+
+    def ranges_of(
+        self, name: str, head: ShardHead, segments: Sequence[Segment], *, from_disk: bool = True
+    ) -> list[SegmentRange]:
+        """Segments of a shard, in file order, neighbours together; as the store has them, unless `from_disk`."""
+
+        def kept(segment: Segment) -> bool:
+            return from_disk and name in self._copies and self._copies[name].holds(segment)
+
+        concurrency = self._options.concurrency
+        return list(ranges(segments, head.header_bytes, concurrency, kept, span=self.number, shard=name))
+
+    def submit_segments(self, wanted: SegmentRange) -> Future[list[SegmentPayload]]:
+        """Fetch a range, and check its segments."""
+        name = wanted.shard
+        copy = self._copies.get(name)
+
+        async def fetch_checked() -> list[SegmentPayload]:
+            if copy is not None and wanted.kept:
+                self._scheduler.give_way()
+                try:
+                    return await self._scheduler.compute(self._check_copy, copy, wanted)
+                except (ChecksumError, TruncatedError):
+                    copy.forget(wanted.segments)
+            with self._noticing(name):
+                payloads, data = await self._fetch_checked(wanted)
+            if copy is not None:
+                copy.keep(wanted.segments, data)
+            return payloads
+
+        return self._scheduler.submit(lane_of(name), fetch_checked)
+
+    def submit_range(self, name: str, start: int, stop: int) -> Future[Fetched]:
+        """Fetch bytes [start, stop) of a shard, unchecked."""
+        return self._scheduler.submit(lane_of(name), partial(self.ranges_reader(name).fetch, name, start, stop))
+
+    def ranges_reader(self, name: str) -> RangeReader:
+        """What reads a shard."""
+        return self._ranges if name == ANCHOR_NAME else self._residual_ranges
+
+    def close(self) -> None:
+        """Nothing more will be read."""
+        self._ranges.transport.close()
+        self._residual_ranges.transport.close()
+
+    def _reader_of(self, store: Store, link: Link | None) -> RangeReader:
+        transport: Transport = transport_for(store, self._options.transport, self._scheduler.workers)
+        return RangeReader(store.url, transport, self._options, link)
+
+    def _needed(self, segments: Iterable[Segment]) -> Iterator[Segment]:
+        return (segment for segment in segments if _is_needed(self.part, segment))
+
+    def _residual_sizes(self) -> tuple[int, int]:
+        ref = self.header.residual
+        if ref is None:
+            return 0, 0
+        if self._residual_bytes is not None:
+            return self._residual_bytes
+        tokens, loaded = self.header.tokens.count, self.part.stop - self.header.tokens.start
+        return (ref.bytes - ref.exact_bytes) * loaded // tokens, ref.exact_bytes * loaded // tokens
+
+    def _start_front(self, name: str) -> Front:
+        """Ask for the first bytes of a shard whose head is not known yet."""
+        reader = self.ranges_reader(name)
+        ahead = reader.transport.is_remote and self._ahead
+        if ahead and self._disk is not None and self._disk.has(f"{reader.url}/{name}"):
+            ahead = False  # the head will show whether the copy on disk is of the same content; mostly it is
+        stop = (AHEAD if ahead else 1) * FIRST_READ_BYTES
+        return Front([self.submit_range(name, at, at + FIRST_READ_BYTES) for at in range(0, stop, FIRST_READ_BYTES)])
+
+    async def _read_head(self, name: str, front: Front | None, parse: Callable[[ReadRange, int], T]) -> T:
+        reader = self.ranges_reader(name)
+        size = partial(reader.size, name)
+        try:
+            return await read_head(partial(self._fetch, name, front), size, parse)
+        except FormatError:  # damaged on the way, perhaps
+            return await read_head(partial(reader.fetch, name), size, parse)
+
+    async def _fetch(self, name: str, front: Front | None, start: int, stop: int) -> Fetched:
+        """Bytes [start, stop) of a shard, those that have been asked for already from there."""
+        reader = self.ranges_reader(name)
+        if front is None or start >= front.stop:
+            return await reader.fetch(name, start, stop)
+        first = await front.fetch(start, min(stop, front.stop))
+        if stop <= front.stop or len(first.data) < front.stop - start:
+            return first
+        rest = await reader.fetch(name, front.stop, stop)
+        return Fetched(data=first.data + rest.data, size=first.size)
+
+    async def _fetch_checked(self, wanted: SegmentRange) -> tuple[list[SegmentPayload], bytearray]:
+        """What fails a check is fetched once more before giving up, and not from what came ahead."""
+        name = wanted.shard
+        front = self._front if name == ANCHOR_NAME else self._residual_front
+        try:
+            fetched = await self._fetch(name, front, wanted.start, wanted.stop)
+            self._scheduler.give_way()
+            return await self._scheduler.compute(self._check, wanted, fetched.data), fetched.data
+        except (ChecksumError, TruncatedError):
+            fetched = await self.ranges_reader(name).fetch(name, wanted.start, wanted.stop)
+            return await self._scheduler.compute(self._check, wanted, fetched.data), fetched.data
+
+    def _check_copy(self, copy: ShardCopy, wanted: SegmentRange) -> list[SegmentPayload]:
+        return self._check(wanted, copy.read(wanted.start, wanted.stop))
+
+    def _check(self, wanted: SegmentRange, fetched: bytes | bytearray) -> list[SegmentPayload]:
+        data, first = memoryview(fetched), wanted.segments[0].offset
+        what = f"{self.ranges_reader(wanted.shard).url}/{wanted.shard}"
+        return [
+            SegmentPayload(
+                segment=segment,
+                raw=open_segment(segment, data[segment.offset - first : segment.stop - first], what=what),
+                span=self.number,
+            )
+            for segment in wanted.segments
+        ]
+
+    def _parse_residual(self, read: ReadRange, size: int) -> ShardHead:
+        what = f"{self._residual_ranges.url}/{self.residual_ref().name}"
+        return read_residual_head(read, size, self.header, what=what)
+
+    def _kept_residual_head(self, ref: ResidualRef) -> ShardHead | None:
+        """The Residual's head from its copy on disk."""
+        copy = self._copy(ref.name, ref.header_sha256)
+        data = copy.head() if copy is not None else None
+        if copy is None or data is None:
+            return None
+        try:
+            head = self._parse_residual(lambda start, stop: data[start:stop], ref.bytes)
+        except FormatError:
+            copy.drop()
+            return None
+        return head if copy.expect(head) else None
+
+    def _copy(self, name: str, header_sha256: str) -> ShardCopy | None:
+        """The copy of a shard on disk, which may be empty; None if this reader, or this store, has none."""
+        ranges = self.ranges_reader(name)
+        if self._disk is None or not ranges.transport.is_remote:
+            return None
+        if name not in self._copies:
+            self._copies[name] = self._disk.copy(f"{ranges.url}/{name}", header_sha256)
+        return self._copies[name]
+
+    @contextmanager
+    def _noticing(self, name: str) -> Iterator[None]:
+        """Remember that the Residual could not be fetched."""
+        try:
+            yield
+        except (CacheNotFoundError, FetchError) as error:
+            if name != ANCHOR_NAME:
+                self.residual_problem = error.message
+            raise
+
+
+def lane_of(name: str) -> Lane:
+    """The lane in which a shard is asked for."""
+    return Lane.ANCHOR if name == ANCHOR_NAME else Lane.RESIDUAL
+
+
+def _is_needed(part: Span, segment: Segment) -> bool:
+    """Whether decoding what is loaded needs a segment."""
+    ref = segment.plan.tensor
+    if ref is None or part.is_whole or segment.plan.part == "sink":
+        return True
+    if segment.tokens is None:  # it explains codes
+        return part.stop > part.first_position(ref)
+    return part.loaded_tokens(ref, segment.tokens) > 0
+
+
+def _stored_bytes(segments: Iterable[Segment]) -> int:
+    return sum(segment.stored_bytes for segment in segments)
