@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
+from itertools import groupby
 from typing import TypeVar
 
 from lynxkv.errors import BindingError, CacheNotFoundError, ChecksumError, FetchError, FormatError, TruncatedError
@@ -153,12 +154,17 @@ class SpanReader:
         name = self.residual_ref().name
         head = self._kept_head or await self.residual_head()
         needed = list(self._needed(head.segments))
-        first, last = ([item for item in needed if (item.plan.part == "exact") is kind] for kind in (False, True))
         if not self.part.is_whole:
             own = head.header_bytes + head.segments[0].offset
-            self._residual_bytes = own + _stored_bytes(first), _stored_bytes(last)
-        out = self.ranges_of(name, head, first)
-        return out + self.ranges_of(name, head, last) if exact else out
+            exact_bytes = _stored_bytes(item for item in needed if item.plan.part == "exact")
+            self._residual_bytes = own + _stored_bytes(needed) - exact_bytes, exact_bytes
+        # Apart, so that keys of several caches can come before their values.
+        return [
+            wanted
+            for (part, _), segments in groupby(needed, key=lambda item: (item.plan.part, item.coded[0].name))
+            if exact or part != "exact"
+            for wanted in self.ranges_of(name, head, list(segments))
+        ]
 
     async def residual_head(self) -> ShardHead:
         """Header and index of the Residual, as the store has them; raises as `residual_ranges`."""
