@@ -87,6 +87,9 @@ class BatchLiveCache(Protocol):
     def forget_last(self, row: int, tokens: int) -> None:
         """Let a row's last `tokens` tokens not count."""
 
+    def drop_row(self, row: int) -> None:
+        """Forget a row; the last one takes its place."""
+
     def rollback(self, slots: int) -> None:
         """Forget all slots from `slots` on."""
 

@@ -35,6 +35,12 @@ def serve(
     queue: Annotated[
         int, typer.Option(metavar="N", min=1, help="Requests that may run and wait together; more get 503.")
     ] = 64,
+    batch: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Requests that are decoded together; 1: each alone.")
+    ] = 8,
+    runs: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Runs that compute in turns, of a request or more.")
+    ] = 4,
     deadline: Annotated[
         float, typer.Option(metavar="SECONDS", help="Give a request up after this, waiting included.")
     ] = 300.0,
@@ -42,7 +48,7 @@ def serve(
         float, typer.Option(metavar="SECONDS", help="What running requests get when the server is stopped.")
     ] = 30.0,
     memory: Annotated[
-        int, typer.Option(metavar="MIB", min=1, help="What a run may take beside the model's weights.")
+        int, typer.Option(metavar="MIB", min=1, help="What runs may take beside the model's weights.")
     ] = 4096,
     hot: Annotated[
         int, typer.Option(metavar="MIB", min=0, help="Memory for caches that were used lately, of remote stores.")
@@ -78,6 +84,8 @@ def serve(
         host=host,
         port=port,
         queue=queue,
+        batch=batch,
+        runs=runs,
         deadline_s=deadline,
         drain_s=drain,
         memory_bytes=memory << 20,

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lynxkv.fetch import options
+from lynxkv.fetch.waiting import result_of
 from lynxkv.format.index import Segment
 
 U8 = npt.NDArray[np.uint8]
@@ -138,14 +139,14 @@ class SegmentStream:
 
     def _take(self) -> list[SegmentPayload]:
         if self._wanted is not None:
-            self._waiting = deque(self._wanted.result())
+            self._waiting = deque(result_of(self._wanted))
             self._wanted = None
             self._missing = len(self._waiting)
             self.bytes_total = sum(segment.stored_bytes for wanted in self._waiting for segment in wanted.segments)
             self._fill()
             return []
         done, future = self._in_flight[0]
-        payloads = future.result()
+        payloads = result_of(future)
         self._in_flight.popleft()
         self._window -= done.memory_bytes
         self.bytes_done += sum(item.segment.stored_bytes for item in payloads)

@@ -5,7 +5,9 @@
     service                   from a request to its answer, with
       names, catalog            names confined to the store; its index by prefix digests
       prompts, tokens           token ids, and what single ones stand for
-      admission, worker         places and memory; one thread that generates, fair among those who wait
+      admission                 places and memory
+      worker, turns             what waits, in turn and together; threads that compute one at a time
+      runs, telling             requests alone and together; what clients are told of them
       hot, publishing           caches kept in memory; prompts encoded in the background
       uncached                  answers to prompts that no cache holds
     outcome, answers, streams answers, in the forms of OpenAI's API, on their way to clients that may leave;

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from lynxkv.draft import DRAFT_BYTES
 from lynxkv.fetch.options import WINDOW_BYTES
@@ -12,6 +14,8 @@ from lynxkv.models import DecoderModel
 from lynxkv.server.problems import Refusal
 
 RETRY_AFTER_S = 1
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
 
 
 class Places:
@@ -50,28 +54,94 @@ class Places:
             self._taken += Counter()  # forgets owners without requests
 
 
-def run_bytes(model: DecoderModel, tokens: int, new_tokens: int) -> int:
-    """An upper estimate of what a run holds beside the weights: live cache, anchor codes, what is in flight, logits.
+class Memory:
+    """What runs hold beside the weights, by upper estimates made before they start.
 
-    Args:
-        tokens: of cache, prompt and answer together.
+    Attributes:
+        held: bytes, now.
+        on_more: called, by any thread, when some have been freed.
     """
-    token_bytes = model.new_cache(0, 1, rollback_tokens=1).nbytes
-    logits = min(DRAFT_BYTES, 3 * 4 * model.vocab_tokens * new_tokens)
-    # Codes take a byte an element, which is no more than the element itself does.
-    return 2 * token_bytes * tokens + WINDOW_BYTES + logits
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._lock = limit, threading.Lock()
+        self.held = 0
+        self.on_more: Callable[[], None] = lambda: None
+
+    def fits(self, size: int) -> bool:
+        """Whether so many bytes are free of what runs may hold."""
+        return self.held + size <= self._limit
+
+    def hold(self, size: int) -> None:
+        """Hold bytes that fit."""
+        with self._lock:
+            self.held += size
+
+    def free(self, size: int) -> None:
+        """Give bytes back."""
+        with self._lock:
+            self.held -= size
+        self.on_more()
+
+    def check(self, needed: int) -> None:
+        """Let a request enter.
+
+        Raises:
+            Refusal: it would not fit at any time, or the machine has not the memory now.
+        """
+        if needed > self._limit:
+            raise Refusal(
+                f"prompt and answer would take {needed >> 20} MiB of the {self._limit >> 20} MiB that a run may use",
+                code="context_length_exceeded",
+                hint="use a shorter prompt, or ask for fewer tokens",
+            )
+        free = free_bytes()
+        if free is not None and needed > free:
+            raise _busy("the machine has too little memory free")
 
 
-def check_memory(needed: int, held: int, limit: int) -> None:
-    """Refuse a run that does not fit beside the bytes that are `held`, or would not fit at any time."""
-    if needed > limit:
-        raise Refusal(
-            f"prompt and answer would take {needed >> 20} MiB of the {limit >> 20} MiB that a run may use",
-            code="context_length_exceeded",
-            hint="use a shorter prompt, or ask for fewer tokens",
-        )
-    if needed + held > limit:
-        raise _busy("too little memory is free")
+class Sizes:
+    """What runs of a model take."""
+
+    def __init__(self, model: DecoderModel) -> None:
+        self._token_bytes = model.new_cache(0, 1, rollback_tokens=1).nbytes
+        self._logits_bytes = 4 * model.vocab_tokens
+
+    def run_bytes(self, tokens: int, new_tokens: int, *, rows: int = 1, caches: int = 1) -> int:
+        """An upper estimate of what a run holds: live cache, anchor codes, what is in flight, logits.
+
+        Args:
+            tokens: of cache, prompt and answer together, in the longest row.
+            new_tokens: of the answer alone.
+            rows: requests that are run together; draft tokens that do not pass then keep their slots.
+            caches: that they are over.
+        """
+        live = rows * (tokens if rows == 1 else tokens + new_tokens)
+        logits = min(DRAFT_BYTES, 3 * self._logits_bytes * new_tokens * rows)
+        # Codes take a byte an element, which is no more than the element itself does.
+        return self._token_bytes * (live + caches * tokens) + caches * WINDOW_BYTES + logits
+
+
+def free_bytes() -> int | None:
+    """Memory that this machine, or the container that this process is confined to, could still give; None if unknown.
+
+    What the system keeps of files it gives when it is asked.
+    """
+    found = []
+    lines = dict(line.split(":", 1) for line in _text(MEMINFO).splitlines())
+    if "MemAvailable" in lines:
+        found.append(int(lines["MemAvailable"].split()[0]) << 10)
+    limit, used = _text(CGROUP / "memory.max").strip(), _text(CGROUP / "memory.current").strip()
+    if limit.isdecimal() and used.isdecimal():
+        pages = dict(line.split() for line in _text(CGROUP / "memory.stat").splitlines())
+        found.append(int(limit) - int(used) + int(pages.get("inactive_file", 0)))
+    return min(found, default=None)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def _busy(message: str) -> Refusal:

@@ -144,7 +144,7 @@ def usage(answer: Answer) -> dict[str, Any]:
 def summary(answer: Answer) -> dict[str, Any]:
     """Where an answer came from, and the figures of its run."""
     figures = {name: getattr(answer.result, name) for name in FIGURES}
-    names = ("source", "cache", "cached_tokens", "load_failure")
+    names = ("source", "cache", "cached_tokens", "load_failure", "together")
     return {**{name: getattr(answer, name) for name in names}, **figures}
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from lynxkv.store import Store
@@ -47,13 +48,18 @@ class _Object:
 
 
 class RecordingTransport:
-    """Another transport, whose bytes are written down, or come from `known` where they are there."""
+    """Another transport, whose bytes are written down, or come from what is `known` by then where they are there."""
 
-    def __init__(self, inner: Transport, known: dict[str, _Object], most_bytes: int) -> None:
-        self._inner, self.known, self._most_bytes = inner, known, most_bytes
+    def __init__(self, inner: Transport, known: Callable[[], dict[str, _Object]], most_bytes: int) -> None:
+        self._inner, self._known, self._most_bytes = inner, known, most_bytes
         self.is_remote = inner.is_remote
         self.written: dict[str, _Object] = {}
         self.written_bytes = 0
+
+    @property
+    def known(self) -> dict[str, _Object]:
+        """What is in memory of the cache."""
+        return self._known()
 
     @asynccontextmanager
     async def get(self, name: str, start: int, stop: int) -> AsyncIterator[Answer]:
@@ -135,18 +141,21 @@ class HotCaches:
         self.misses += hot is None
         # Files of this machine are in its memory already, as far as they fit.
         limit = 0 if store.is_local else self._limit
-        return RecordingTransport(
-            transport_for(store, "auto", self._workers), hot.objects if hot is not None else {}, limit
-        )
+        return RecordingTransport(transport_for(store, "auto", self._workers), partial(self._objects, url), limit)
+
+    def has(self, url: str) -> bool:
+        """Whether a cache is kept; of any thread."""
+        return url in self._kept
 
     def keep(self, url: str, transport: RecordingTransport) -> None:
         """Keep what a reading brought, which has all passed its checks."""
         if not transport.written:
             return
-        objects = {**transport.known, **transport.written}
-        for name in transport.known.keys() & transport.written.keys():
+        known = transport.known
+        objects = {**known, **transport.written}
+        for name in known.keys() & transport.written.keys():
             # Readers that are under way have the old one.
-            objects[name] = replace(transport.known[name], data=transport.known[name].data[:])
+            objects[name] = replace(known[name], data=known[name].data[:])
             for start, stop in transport.written[name].known:
                 objects[name].write(start, transport.written[name].data[start:stop])
         size = sum(len(item.data) for item in objects.values())
@@ -160,3 +169,7 @@ class HotCaches:
     def drop(self, url: str) -> None:
         """Forget a cache, if it is here."""
         self._kept.pop(url, None)
+
+    def _objects(self, url: str) -> dict[str, _Object]:
+        hot = self._kept.get(url)
+        return {} if hot is None else hot.objects

@@ -36,6 +36,12 @@ class Metrics:
             buckets=TOKENS,
             registry=registry,
         )
+        self._together = Histogram(
+            "lynxkv_decoded_together",
+            "Requests decoded together, by answer from a cache",
+            buckets=(1, 2, 4, 8, 16, 32),
+            registry=registry,
+        )
         self._drafted = Counter("lynxkv_drafted_tokens", "Draft tokens", registry=registry)
         self._bytes = Counter("lynxkv_read_bytes", "Bytes of caches that were read", ["shard"], registry=registry)
         self._prompt = Counter("lynxkv_prompt_tokens", "Tokens of prompts", ["kind"], registry=registry)
@@ -71,6 +77,8 @@ class Metrics:
             self._first.labels("draft").observe(result.first_draft_s)
             self._accepted.observe(result.accepted)
         self._seconds.observe(result.total_s)
+        if answer.source == "cache":
+            self._together.observe(answer.together)
         self._drafted.inc(result.drafted)
         self._bytes.labels("anchor").inc(result.bytes_anchor)
         self._bytes.labels("residual").inc(result.bytes_residual)

@@ -19,9 +19,11 @@ class ServeOptions:
         host: loopback by default: nobody else can connect.
         port: 0 takes a free one.
         queue: requests that may run and wait together; more are answered 503.
+        batch: so many requests are decoded together at most.
+        runs: so many runs, of one request or several, compute in turns; those that wait for a store do not count.
         deadline_s: a request that takes longer, waiting included, is given up.
         drain_s: how long running requests may still take when the server is asked to stop.
-        memory_bytes: of a run's live cache and what belongs to it; model weights are left out.
+        memory_bytes: of all runs' live caches and what belongs to them; model weights are left out.
         hot_bytes: of caches kept in memory as they are stored; those of local stores are the system's to keep.
         cache_dir: a folder of this machine's disk for caches of remote stores; see `FetchOptions`.
         cache_max_bytes: what that folder may take.
@@ -39,6 +41,8 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     queue: int = 64
+    batch: int = 8
+    runs: int = 4
     deadline_s: float = 300.0
     drain_s: float = 30.0
     memory_bytes: int = 4 << 30

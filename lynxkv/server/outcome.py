@@ -19,6 +19,7 @@ class Answer:
         source: "cache"; "prefill" if no cache was used; "recompute" if one could not be loaded.
         cache: the name of the cache, if there was one.
         load_failure: the code of what went wrong when it was loaded.
+        together: requests that were decoded together, this one included.
         logprobs: of the tokens of the answer, where they were asked for.
     """
 
@@ -28,4 +29,5 @@ class Answer:
     cached_tokens: int
     prompt_tokens: int
     load_failure: str | None = None
+    together: int = 1
     logprobs: Sequence[TokenLogprobs] | None = None

@@ -16,6 +16,7 @@ from lynxkv.errors import CacheExistsError, LynxError
 from lynxkv.kv import KV, KVLayer
 from lynxkv.layout import PREFIX_BLOCK_TOKENS, Identity
 from lynxkv.prefix import prefix_digests
+from lynxkv.server.admission import Memory
 from lynxkv.server.catalog import Catalog, Entry
 from lynxkv.server.names import cache_url
 from lynxkv.store import SUFFIX
@@ -37,19 +38,19 @@ class Publisher:
         held_bytes: of the keys and values that are being encoded.
     """
 
-    def __init__(self, catalog: Catalog, told: Callable[[Outcome], None]) -> None:
-        self._catalog, self._told = catalog, told
+    def __init__(self, catalog: Catalog, memory: Memory, told: Callable[[Outcome], None]) -> None:
+        self._catalog, self._memory, self._told = catalog, memory, told
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="lynxkv-publish")
         self._busy = threading.Lock()
         self.held_bytes = 0
 
-    def offer(self, kv: KV, identity: Identity, room_bytes: int) -> None:
-        """Publish a copy of `kv` in the background, if nothing else is being published and it takes no more than
-        `room_bytes`."""
+    def offer(self, kv: KV, identity: Identity) -> None:
+        """Publish a copy of `kv` in the background, if nothing else is being published and there is memory for it."""
         size = sum(tensor.nbytes for layer in kv.layers for tensor in layer.tensors.values())
-        if size > room_bytes or not self._busy.acquire(blocking=False):
+        if not self._memory.fits(size) or not self._busy.acquire(blocking=False):
             self._told("busy")
             return
+        self._memory.hold(size)
         self.held_bytes = size
         copied = KV(
             layers=[
@@ -66,13 +67,13 @@ class Publisher:
             stop=kv.stop,
             token_ids=kv.token_ids,
         )
-        self._pool.submit(self._publish, copied, identity)
+        self._pool.submit(self._publish, copied, identity, size)
 
     def close(self) -> None:
         """Wait for what is being published."""
         self._pool.shutdown()
 
-    def _publish(self, kv: KV, identity: Identity) -> None:
+    def _publish(self, kv: KV, identity: Identity, size: int) -> None:
         try:
             self._told(self._encode(kv, identity))
         except LynxError as error:
@@ -81,6 +82,7 @@ class Publisher:
         finally:
             self.held_bytes = 0
             self._busy.release()
+            self._memory.free(size)
 
     def _encode(self, kv: KV, identity: Identity) -> Outcome:
         ids = np.asarray(kv.token_ids, "<u4")

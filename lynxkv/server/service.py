@@ -7,21 +7,20 @@ import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
+import torch
+
 from lynxkv.errors import FormatError, IdentityError, LynxError, StoreError
-from lynxkv.events import Drafted, Event, Note, Rejected, TokenLogprobs, Verified
 from lynxkv.fetch import CacheReader, FetchOptions, open_cache_async
 from lynxkv.identity import check_identity
 from lynxkv.integrations.hf import Model
-from lynxkv.kv import KV
 from lynxkv.layout import Identity
 from lynxkv.pace import Pace
-from lynxkv.runner import generate
-from lynxkv.server.admission import Places, check_memory, run_bytes
+from lynxkv.server.admission import Memory, Places, Sizes
 from lynxkv.server.answers import Form
 from lynxkv.server.catalog import Catalog, Entry
 from lynxkv.server.hot import HotCaches
@@ -30,19 +29,20 @@ from lynxkv.server.logprobs import Logprobs
 from lynxkv.server.metrics import Metrics
 from lynxkv.server.names import cache_url
 from lynxkv.server.options import ServeOptions
-from lynxkv.server.outcome import Answer, Source
+from lynxkv.server.outcome import Answer
 from lynxkv.server.problems import Refusal, refusal_of
 from lynxkv.server.prompts import Prompts
 from lynxkv.server.publishing import Publisher, whole_blocks
 from lynxkv.server.requests import Ask
+from lynxkv.server.runs import CachedRun, Run, UncachedRun, are_alike, execute
+from lynxkv.server.telling import Emit, Told
 from lynxkv.server.tokens import TokenBytes
-from lynxkv.server.uncached import generate_uncached
-from lynxkv.server.worker import Cancellation, Worker
-from lynxkv.store import Link
+from lynxkv.server.turns import SharedModel
+from lynxkv.server.worker import Worker
+from lynxkv.store import Link, Store
 
 LOG = logging.getLogger("lynxkv.server")
 READERS = 8
-Emit = Callable[[Event], None]
 
 
 class Service:
@@ -54,7 +54,7 @@ class Service:
     def __init__(
         self, model: Model, root: str, options: ServeOptions, keys: Keys | None = None, link: Link | None = None
     ) -> None:
-        self.model, self.options, self.keys = model, options, keys or Keys()
+        self.model, self.options, self.keys = SharedModel.of(model), options, keys or Keys()
         self._link = link
         self.started_s = int(time.time())
         self.metrics = Metrics()
@@ -63,13 +63,26 @@ class Service:
         self.listed = False
         self._reading = ThreadPoolExecutor(READERS, thread_name_prefix="lynxkv-read")
         self.hot = HotCaches(options.hot_bytes, self._reading)
-        self._publisher = Publisher(self.catalog, self.metrics.published)
-        self._worker = Worker()
+        self.memory, self._sizes = Memory(options.memory_bytes), Sizes(model)
+        self._publisher = Publisher(self.catalog, self.memory, self.metrics.published)
+        self._worker: Worker[Run, Answer] = Worker(
+            execute,
+            self._bytes_of,
+            are_alike,
+            turns=self.model.turns,
+            memory=self.memory,
+            runs=options.runs,
+            rows=options.batch,
+            threads=options.queue,
+            # Threads that start while another computes on one of its own would stay with one.
+            prepare=partial(torch.set_num_threads, torch.get_num_threads()),
+        )
         self.token_bytes = TokenBytes(model.tokenizer)
         self._prompts = Prompts(model.tokenizer, options.max_prompt_tokens)
         self._refreshing: asyncio.Task[None] | None = None
-        # What drafts have taught, by codec.
-        self._paces: defaultdict[str, Pace] = defaultdict(Pace)
+        # What drafts have taught, by codec and by requests that go together.
+        self._paces: defaultdict[tuple[str, int], Pace] = defaultdict(Pace)
+        self._batches = all(shape.window is None for shape in model.layer_specs())
         self._watch()
 
     @property
@@ -104,7 +117,7 @@ class Service:
             Refusal: it cannot be answered, there are too many others, or it took too long.
             LynxError: the cache cannot be used.
         """
-        told = _Told(emit, asyncio.get_running_loop())
+        told = Told(emit, asyncio.get_running_loop())
         with self.places.take(caller.name):
             try:
                 async with asyncio.timeout(self.options.deadline_s):
@@ -145,7 +158,7 @@ class Service:
         self._prompts.close()
         self._reading.shutdown(wait=False)
 
-    async def _answer(self, ask: Ask, caller: Caller, told: _Told) -> Answer:
+    async def _answer(self, ask: Ask, caller: Caller, told: Told) -> Answer:
         began_at = time.perf_counter()
         if ask.cache is not None:
             url = self._url_of(ask.cache, caller)
@@ -170,7 +183,7 @@ class Service:
         return url
 
     async def _from_cache(
-        self, ask: Ask, caller: Caller, name: str, url: str, prompt_ids: list[int] | None, told: _Told, began_at: float
+        self, ask: Ask, caller: Caller, name: str, url: str, prompt_ids: list[int] | None, told: Told, began_at: float
     ) -> Answer:
         """The answer from a cache that is named, or whose tokens are the first of `prompt_ids`."""
         policy = ask.on_failure or (self.options.on_failure if prompt_ids is None else "recompute")
@@ -192,10 +205,25 @@ class Service:
                     suffix_ids = await self._prompts.after(ask, turn)
                 else:
                     suffix_ids = prompt_ids[tokens:]
-                self._check_memory(ask, tokens + len(suffix_ids))
-                work = partial(self._run_cached, ask, model, name, reader, suffix_ids, told.emit)
+                prompt_tokens = tokens + len(suffix_ids)
+                codec = reader.header.codec_name
+                run = CachedRun(
+                    ask=ask,
+                    model=model,
+                    told=told,
+                    prompt_tokens=prompt_tokens,
+                    new_tokens=self._new_tokens(ask, prompt_tokens),
+                    name=name,
+                    url=url,
+                    reader=reader,
+                    suffix_ids=suffix_ids,
+                    is_here=partial(self._is_here, url),
+                    on_loaded=partial(self.hot.keep, url, transport),
+                    pace=lambda together: self._paces[codec, together],
+                    batches=self._batches,
+                )
                 try:
-                    answer = await self._worker.run(caller.name, work)
+                    return await self._run(caller, run)
                 except (StoreError, FormatError):
                     if prompt_ids is None and policy == "recompute":
                         prompt_ids = await _ids_of(reader, suffix_ids)
@@ -209,78 +237,31 @@ class Service:
             told.retract(f"the cache cannot be loaded ({error.message}); the prompt is computed anew")
             answer = await self._uncached(ask, caller, prompt_ids, told, began_at, failed=name)
             return replace(answer, load_failure=failure.code)
-        self.hot.keep(url, transport)
-        return answer
 
     async def _uncached(
-        self, ask: Ask, caller: Caller, prompt_ids: list[int], told: _Told, began_at: float, failed: str | None = None
+        self, ask: Ask, caller: Caller, prompt_ids: list[int], told: Told, began_at: float, failed: str | None = None
     ) -> Answer:
         """The answer to a prompt that no cache holds, or the cache `failed` does not give."""
-        self._check_memory(ask, len(prompt_ids))
-        work = partial(self._run_uncached, ask, caller, prompt_ids, told.emit, began_at, failed)
-        return await self._worker.run(caller.name, work)
-
-    def _run_cached(
-        self,
-        ask: Ask,
-        model: Model,
-        name: str,
-        reader: CacheReader,
-        suffix_ids: list[int],
-        emit: Emit,
-        cancellation: Cancellation,
-    ) -> Answer:
-        cached_tokens = reader.extent.stop
-        self._check_memory(ask, cached_tokens + len(suffix_ids))
-        result = generate(
-            reader,
-            model,
-            suffix_ids,
-            max_new_tokens=self._new_tokens(ask),
-            sampling=ask.sampling,
-            stop=ask.stop,
-            top_logprobs=ask.top_logprobs,
-            pace=self._paces[reader.header.codec_name],
-            on_event=_checking(emit, cancellation),
-        )
-        return Answer(
-            result=result,
-            source="cache",
-            cache=name,
-            cached_tokens=cached_tokens,
-            prompt_tokens=cached_tokens + len(suffix_ids),
-        )
-
-    def _run_uncached(
-        self,
-        ask: Ask,
-        caller: Caller,
-        prompt_ids: list[int],
-        emit: Emit,
-        began_at: float,
-        failed: str | None,
-        cancellation: Cancellation,
-    ) -> Answer:
-        needed = self._check_memory(ask, len(prompt_ids))
-        room = self.options.memory_bytes - needed
-
-        def keep(kv: KV) -> None:
-            self._publisher.offer(kv, caller.identities(self.model.identity)[0], room)
-
-        result = generate_uncached(
-            self.model,
-            prompt_ids,
-            max_new_tokens=self._new_tokens(ask),
-            sampling=ask.sampling,
-            stop=ask.stop,
-            top_logprobs=ask.top_logprobs,
-            on_event=_checking(emit, cancellation),
+        publishes = self.options.publish and failed is None
+        identity = caller.identities(self.model.identity)[0]
+        run = UncachedRun(
+            ask=ask,
+            model=self.model,
+            told=told,
+            prompt_tokens=len(prompt_ids),
+            new_tokens=self._new_tokens(ask, len(prompt_ids)),
+            prompt_ids=prompt_ids,
             began_at=began_at,
-            keep_tokens=whole_blocks(len(prompt_ids)) if self.options.publish and failed is None else 0,
-            keep=keep,
+            failed=failed,
+            keep_tokens=whole_blocks(len(prompt_ids)) if publishes else 0,
+            keep=lambda kv: self._publisher.offer(kv, identity),
         )
-        source: Source = "prefill" if failed is None else "recompute"
-        return Answer(result=result, source=source, cache=failed, cached_tokens=0, prompt_tokens=len(prompt_ids))
+        return await self._run(caller, run)
+
+    async def _run(self, caller: Caller, run: Run) -> Answer:
+        """The answer of a run, if there can be memory for it."""
+        self.memory.check(self._bytes_of([run]))
+        return await self._worker.run(caller.name, run)
 
     def _identity_for(self, cache: Identity, caller: Caller) -> Identity | None:
         """The model's identity as the caller's or as everybody's, whichever the cache has; None if it has another."""
@@ -290,23 +271,32 @@ class Service:
                 return identity
         return None
 
-    def _model_for(self, cache: Identity, caller: Caller) -> Model:
+    def _model_for(self, cache: Identity, caller: Caller) -> SharedModel:
         identity = self._identity_for(cache, caller)
         if identity is None:
             check_identity(cache, self.model.identity)  # says what differs
         return replace(self.model, identity=identity or self.model.identity)
 
-    def _new_tokens(self, ask: Ask) -> int:
-        return ask.max_new_tokens or self.options.max_new_tokens
+    def _is_here(self, url: str) -> bool:
+        """Whether a cache is in memory, or on this machine."""
+        return self.hot.has(url) or Store(url).is_local
 
-    def _check_memory(self, ask: Ask, prompt_tokens: int) -> int:
-        """The most bytes that a run will take, if that is no more than it may."""
-        new_tokens = self._new_tokens(ask)
+    def _new_tokens(self, ask: Ask, prompt_tokens: int) -> int:
+        """The most tokens of an answer; at least one, so that a run can say what is wrong with a prompt."""
+        new_tokens = ask.max_new_tokens or self.options.max_new_tokens
         if self.model.context_tokens is not None:
-            new_tokens = min(new_tokens, max(0, self.model.context_tokens - prompt_tokens))
-        needed = run_bytes(self.model, prompt_tokens + new_tokens, new_tokens)
-        check_memory(needed, self._publisher.held_bytes, self.options.memory_bytes)
-        return needed
+            new_tokens = min(new_tokens, max(1, self.model.context_tokens - prompt_tokens))
+        return new_tokens
+
+    def _bytes_of(self, runs: Sequence[Run]) -> int:
+        """An upper estimate of what runs hold that go together."""
+        caches = {run.url for run in runs if isinstance(run, CachedRun)}
+        return self._sizes.run_bytes(
+            max(run.tokens for run in runs),
+            max(run.new_tokens for run in runs),
+            rows=len(runs),
+            caches=max(1, len(caches)),
+        )
 
     async def _refresh_always(self) -> None:
         while True:
@@ -317,39 +307,14 @@ class Service:
         watch = self.metrics.watch
         watch("lynxkv_requests_in_place", "Requests that run or wait", lambda: self.places.taken)
         watch("lynxkv_places", "Requests that may run and wait", lambda: self.options.queue)
+        watch("lynxkv_memory_bytes", "Bytes that runs may hold", lambda: self.options.memory_bytes)
+        watch("lynxkv_memory_held_bytes", "Bytes that runs hold, by upper estimates", lambda: self.memory.held)
         watch("lynxkv_hot_bytes", "Bytes of caches kept in memory", lambda: self.hot.bytes)
         watch("lynxkv_hot_hits", "Caches that were opened from memory", lambda: self.hot.hits)
         watch("lynxkv_hot_misses", "Caches that were opened from the store", lambda: self.hot.misses)
         watch("lynxkv_publishing_bytes", "Bytes that are being encoded", lambda: self._publisher.held_bytes)
         watch("lynxkv_catalog_caches", "Caches that are known", lambda: len(self.catalog.entries))
         watch("lynxkv_catalog_age_seconds", "Since the store was listed", lambda: self.catalog.age_s or float("nan"))
-
-
-class _Told:
-    """What a client has been told of a run."""
-
-    def __init__(self, emit: Emit, loop: asyncio.AbstractEventLoop) -> None:
-        self._emit, self._loop = emit, loop
-        self._drafted: list[Drafted] = []
-        self.verified = False
-        self.logprobs: list[TokenLogprobs] = []
-
-    def emit(self, event: Event) -> None:
-        """Tell of an event, from any thread."""
-        if isinstance(event, Drafted):
-            self._drafted.append(event)
-        elif isinstance(event, Verified):
-            self.verified, self._drafted = True, []
-            self.logprobs.extend(event.logprobs or ())
-        self._loop.call_soon_threadsafe(self._emit, event)
-
-    def retract(self, why: str) -> None:
-        """Take back all drafts, and say why."""
-        if self._drafted:
-            ids, texts = [event.token_id for event in self._drafted], [event.text for event in self._drafted]
-            self.emit(Rejected(ids, "".join(texts)))
-        self._drafted = []
-        self.emit(Note(why))
 
 
 async def _ids_of(reader: CacheReader, suffix_ids: list[int]) -> list[int] | None:
@@ -359,13 +324,3 @@ async def _ids_of(reader: CacheReader, suffix_ids: list[int]) -> list[int] | Non
     except LynxError:
         return None
     return None if ids is None else [*map(int, ids), *suffix_ids]
-
-
-def _checking(emit: Emit, cancellation: Cancellation) -> Emit:
-    """`emit`, but a cancelled run ends there."""
-
-    def on_event(event: Event) -> None:
-        cancellation.check()
-        emit(event)
-
-    return on_event

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ class Running:
 
     url: str
     service: Service
+    stop: Callable[[], None]
 
     @property
     def client(self) -> OpenAI:
@@ -70,7 +72,7 @@ def running(model: Model, root: str, *, keys: Keys | None = None, **options: Any
     assert ready.wait(30)
     eventually(lambda: service.listed)
     try:
-        yield Running(url=url_of(listener), service=service)
+        yield Running(url=url_of(listener), service=service, stop=partial(setattr, server, "should_exit", True))
     finally:
         server.should_exit = True
         thread.join(30)

@@ -160,7 +160,7 @@ def test_drafts_on_a_cache_that_fails_are_taken_back(model: Model, root: Path, m
 
         return lynxkv.generate(*arguments, speculate=4, on_event=report, **options)
 
-    monkeypatch.setattr("lynxkv.server.service.generate", failing)
+    monkeypatch.setattr("lynxkv.server.runs.generate", failing)
     ids = some_ids(310)
     with running(model, str(root)) as server:
         stream = server.client.completions.create(
@@ -271,10 +271,13 @@ def test_a_publication_that_does_not_fit(model: Model, tmp_path: Path) -> None:
         told: list[str] = []
         publisher._told = told.append
         kv = prefill(model, some_ids(256))
-        publisher.offer(kv, model.identity, 10)
+        memory = server.service.memory
+        memory.hold(server.service.options.memory_bytes - 10)
+        publisher.offer(kv, model.identity)
         assert told == ["busy"]
-        refuse: Callable[..., None] = partial(publisher.offer, kv, model.identity, 1 << 30)
+        memory.free(server.service.options.memory_bytes - 10)
+        refuse: Callable[..., None] = partial(publisher.offer, kv, model.identity)
         refuse()
         eventually(lambda: told == ["busy", "published"] and publisher.held_bytes == 0)
         refuse()
-        eventually(lambda: told[2:] == ["there_already"])
+        eventually(lambda: told[2:] == ["there_already"] and memory.held == 0)

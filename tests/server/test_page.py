@@ -47,7 +47,7 @@ def browser() -> Any:
 @pytest.mark.slow
 def test_a_question_in_a_browser(model: Model, store: Path, browser: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     generate = lynxkv.generate
-    monkeypatch.setattr("lynxkv.server.service.generate", partial(generate, speculate=8))
+    monkeypatch.setattr("lynxkv.server.runs.generate", partial(generate, speculate=8))
     # Drafts on the Anchor alone: what arrives between them depends on the machine.
     monkeypatch.setattr("lynxkv.arriving.ArrivingCache.take_ready", lambda self: None)
     for question in (f"w{number} w8 w9" for number in range(5, 48)):

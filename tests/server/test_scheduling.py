@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
-import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +14,8 @@ import pytest
 from lynxkv.errors import FetchError
 from lynxkv.integrations.hf import Model
 from lynxkv.runner import generate
-from lynxkv.server.admission import Places, check_memory
+from lynxkv.server.admission import Memory, Places, free_bytes
 from lynxkv.server.problems import Refusal
-from lynxkv.server.worker import CancelledRun, Worker
 from lynxkv.store.transport import transport_for
 from lynxkv.testing.faults import FaultyTransport
 from tests.server.conftest import eventually, running
@@ -30,62 +25,6 @@ if TYPE_CHECKING:
     from tests.server.conftest import Gate
 
 CACHED: dict[str, Any] = {**GOOD, "max_tokens": 60, "lynx": {"cache": "docs/report.lynx"}}
-
-
-def test_owners_take_turns() -> None:
-    async def scenario() -> list[str]:
-        worker, order, first, started = Worker(), list[str](), threading.Event(), threading.Event()
-
-        def work(name: str) -> Callable[[Any], None]:
-            def run(cancellation: Any) -> None:
-                started.set()
-                assert first.wait(30)
-                order.append(name)
-
-            return run
-
-        holding = asyncio.ensure_future(worker.run("d", work("d1")))
-        assert await asyncio.to_thread(started.wait, 30)
-        names = ["a1", "a2", "a3", "b1", "c1", "b2"]
-        runs = [asyncio.ensure_future(worker.run(name[0], work(name))) for name in names]
-        await asyncio.sleep(0)  # all have been added
-        first.set()
-        await asyncio.gather(holding, *runs)
-        worker.close()
-        return order
-
-    assert asyncio.run(scenario()) == ["d1", "a1", "b1", "c1", "a2", "b2", "a3"]
-
-
-def test_cancelling_takes_from_the_queue_or_ends_the_run() -> None:
-    async def scenario() -> None:
-        worker, started, ended = Worker(), threading.Event(), threading.Event()
-        never: list[int] = []
-
-        def run(cancellation: Any) -> None:
-            started.set()
-            try:
-                while True:
-                    cancellation.check()
-                    time.sleep(0.001)
-            except CancelledRun:
-                ended.set()
-                raise
-
-        running_now = asyncio.ensure_future(worker.run("a", run))
-        waiting = asyncio.ensure_future(worker.run("a", lambda cancellation: never.append(1)))
-        await asyncio.to_thread(started.wait, 30)
-        waiting.cancel()
-        running_now.cancel()
-        for task in (running_now, waiting):
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        assert await asyncio.to_thread(ended.wait, 30)
-        assert await worker.run("a", lambda cancellation: 5) == 5
-        worker.close()
-        assert never == []
-
-    asyncio.run(scenario())
 
 
 def test_places_are_bounded_and_shared() -> None:
@@ -102,14 +41,58 @@ def test_places_are_bounded_and_shared() -> None:
         pass
 
 
-def test_a_run_waits_for_memory_or_will_never_have_it() -> None:
-    check_memory(60, 40, 100)
+def test_a_request_that_never_fits_or_not_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory(100)
+    monkeypatch.setattr("lynxkv.server.admission.free_bytes", lambda: 60)
+    memory.hold(100)
+    memory.check(60)  # it waits for what others hold
     with pytest.raises(Refusal) as short:
-        check_memory(60, 41, 100)
-    assert (short.value.status, short.value.retry_after_s) == (503, 1)
+        memory.check(61)
+    assert (short.value.status, short.value.code, short.value.retry_after_s) == (503, "overloaded", 1)
     with pytest.raises(Refusal) as never:
-        check_memory(101, 0, 100)
+        memory.check(101)
     assert (never.value.status, never.value.code) == (400, "context_length_exceeded")
+
+
+def test_what_the_machine_has_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lynxkv.server.admission.MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr("lynxkv.server.admission.CGROUP", tmp_path)
+    assert free_bytes() is None
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 800 kB\nHugePages_Total: 0\n")
+    assert free_bytes() == 800 << 10
+    for name, text in {"max": "max", "current": "600000", "stat": "anon 5\ninactive_file 1000\n"}.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert free_bytes() == 800 << 10
+    (tmp_path / "memory.max").write_text("1000000\n")
+    assert free_bytes() == 401_000
+
+
+def test_a_machine_short_of_memory(model: Model, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(model, str(store)) as server:
+        monkeypatch.setattr("lynxkv.server.admission.free_bytes", lambda: 1000)
+        for body in (GOOD, CACHED):
+            refused(server, body, 503, "overloaded")
+        monkeypatch.setattr("lynxkv.server.admission.free_bytes", lambda: 1 << 40)
+        assert send(server, GOOD)[0] == 200
+
+
+def test_stopping_takes_nobody_more_and_answers_who_is_there(model: Model, store: Path, gate: Gate) -> None:
+    with running(model, str(store), runs=1) as server, ThreadPoolExecutor(2) as pool:
+        host, port = server.url.removeprefix("http://").split(":")
+        runs_and_waits = [pool.submit(send, server, {**GOOD, "max_tokens": tokens}) for tokens in (3, 2)]
+        eventually(lambda: server.service.places.taken == 2 and gate.reached.is_set())
+        server.stop()
+
+        def refuses() -> bool:
+            try:
+                socket.create_connection((host, int(port)), timeout=1).close()
+            except OSError:
+                return True
+            return False
+
+        eventually(refuses)
+        gate.opened.set()
+        assert [answer.result()[0] for answer in runs_and_waits] == [200, 200]
 
 
 def test_a_full_queue_and_a_deadline(model: Model, store: Path, gate: Gate) -> None:
@@ -191,7 +174,7 @@ def test_a_cache_that_fails_while_it_streams(
 
         return generate(*arguments, on_event=report, **options)
 
-    monkeypatch.setattr("lynxkv.server.service.generate", failing)
+    monkeypatch.setattr("lynxkv.server.runs.generate", failing)
     gate.opened.set()
     with running(model, str(store)) as server:
         stream = server.client.chat.completions.create(

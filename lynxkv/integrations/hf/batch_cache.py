@@ -38,6 +38,13 @@ class BatchLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.values: Tensor = self.buffers["v"]
         self.is_initialized = True
 
+    def drop_row(self, row: int) -> None:
+        """Forget a row; the last one takes its place."""
+        for name, buffer in self.buffers.items():
+            buffer[row, :, : self.length] = buffer[-1, :, : self.length]
+            self.buffers[name] = buffer[:-1]
+        self.keys, self.values = self.buffers["k"], self.buffers["v"]
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: buffers exist from the start."""
 
@@ -126,6 +133,13 @@ class BatchCache(Cache):
     def forget_last(self, row: int, tokens: int) -> None:
         """Let a row's last `tokens` tokens not count: they did not pass."""
         self.counts[row, self.length - tokens : self.length] = False
+
+    def drop_row(self, row: int) -> None:
+        """Forget a row; the last one takes its place."""
+        for layer in self.layers:
+            layer.drop_row(row)
+        self.counts[row] = self.counts[-1]
+        self.counts = self.counts[:-1]
 
     def rollback(self, slots: int) -> None:
         """Forget all slots from `slots` on.
