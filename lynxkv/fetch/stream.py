@@ -139,10 +139,10 @@ class SegmentStream:
 
     def _take(self) -> list[SegmentPayload]:
         if self._wanted is not None:
-            self._waiting = deque(result_of(self._wanted))
-            self._wanted = None
+            wanted: list[SegmentRange] = result_of(self._wanted)
+            self._waiting, self._wanted = deque(wanted), None
             self._missing = len(self._waiting)
-            self.bytes_total = sum(segment.stored_bytes for wanted in self._waiting for segment in wanted.segments)
+            self.bytes_total = sum(segment.stored_bytes for item in wanted for segment in item.segments)
             self._fill()
             return []
         done, future = self._in_flight[0]
