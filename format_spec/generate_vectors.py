@@ -33,7 +33,9 @@ def build() -> Files:
     files: Files = {}
 
     def add(name: str, cache: Files, expected: Document) -> None:
-        files.update({f"{name}.lynx/{file}": data for file, data in cache.items()})
+        for file, data in cache.items():
+            beside = file.startswith("../")
+            files[f"{name.split('/')[0]}/{file[3:]}" if beside else f"{name}.lynx/{file}"] = data
         files[f"{name}.json"] = (json.dumps(expected, indent=1) + "\n").encode()
 
     for name, draft, cache in valid():
@@ -57,7 +59,7 @@ def main() -> None:
     """Replace the vectors in the given folder."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else VECTORS
     files = build()
-    for path in [*folder.glob("*/*.lynx/*"), *folder.glob("*/*.json")]:
+    for path in [*folder.glob("*/*.lynx/*"), *folder.glob("*/*.json"), *folder.glob("*/basis-*")]:
         if path.relative_to(folder).as_posix() not in files:
             path.unlink()
             if path.parent.suffix == ".lynx" and not any(path.parent.iterdir()):

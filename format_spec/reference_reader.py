@@ -30,14 +30,14 @@ Codes = npt.NDArray[np.int64]
 F32 = npt.NDArray[np.float32]
 Document = dict[str, Any]
 
-ITEM_BYTES = {"U8": 1, "U16": 2, "BF16": 2, "F16": 2, "U32": 4, "F32": 4}
+ITEM_BYTES = {"U8": 1, "I8": 1, "U16": 2, "BF16": 2, "F16": 2, "U32": 4, "F32": 4}
 STORED_DTYPE = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 HEX = re.compile(r"[0-9a-f]{64}")
 # SPEC 10: limits.
 MAX_HEADER_BYTES, MAX_ARRAYS, MAX_LAYERS, MAX_CODINGS = 16 << 20, 65_536, 1_024, 64
 MAX_HEADS, MAX_HEAD_DIM, MAX_CHANNELS, MAX_TOKENS = 4_096, 4_096, 65_536, 2**31 - 1
 MAX_SEGMENTS, MAX_RAW_BYTES, MAX_STRING, MAX_INTEGER = 1 << 20, 64 << 20, 4_096, 2**53
-MAX_WINDOW_BYTES, MAX_LOGITS, MAX_PARENT_SPANS = 8 << 20, 1 << 24, 255
+MAX_WINDOW_BYTES, MAX_LOGITS, MAX_PARENT_SPANS, MAX_BASIS_BYTES = 8 << 20, 1 << 24, 255, 4 << 30
 # SPEC 9.4: "MUST have 6 to 255 characters, end in `.lynx`, not begin with a dot, and hold no ...".
 SIBLING = re.compile(r"(?!\.)[^/\\%?#:*\[\]\x00-\x1f\x7f]{1,250}\.lynx")
 EXACT = ".exact"
@@ -114,6 +114,8 @@ class Tensor:
     coding: Document
     sinks: int
     coded: int
+    # Position of the first coded token.
+    first: int
 
     @property
     def channels(self) -> int:
@@ -131,6 +133,15 @@ class Tensor:
     @property
     def has_exact(self) -> bool:
         return self.coded > 0 and self.coding["exact"] is True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Basis:
+    """SPEC 8.8: rows [blocks, n, n] and name of the rope by tensor, cosines and sines (coarse, fine) by rope."""
+
+    rows: dict[str, npt.NDArray[np.int64]]
+    rope_of: dict[str, str | None]
+    ropes: dict[str, tuple[F32, F32]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +225,7 @@ def read_one(folder: Path, precision: Precision) -> tuple[Cache, str]:
     need(document["cache_id"] == sha256(b"".join(index_digests(anchor))), "cache_id is not that of the index")
     token_ids = check_tokens(document, segments)
     check_tables(segments)
+    basis = open_basis(folder.parent, document, tensors) if document["transform"] else None
     if precision != "anchor" and document["residual"]:
         # SPEC 5.3: refuse one "whose `cache_id` or header digest is not the one the Anchor names".
         named = document["residual"]
@@ -232,7 +244,7 @@ def read_one(folder: Path, precision: Precision) -> tuple[Cache, str]:
         need(named["exact_bytes"] == len(residual.data) - start, "exact_bytes")
     layers: list[dict[str, npt.NDArray[Any]]] = [{} for _ in document["layers"]]
     for tensor in tensors:
-        layers[tensor.layer][tensor.name] = decode_tensor(tensor, document["dtype"], segments, precision)
+        layers[tensor.layer][tensor.name] = decode_tensor(tensor, document["dtype"], segments, precision, basis)
     logits = floats(segments["logits"][0], "logits") if "logits" in segments else None
     cache = Cache(
         document=document,
@@ -294,8 +306,8 @@ def parse_json(text: str, max_depth: int) -> Document:
     return dict(value)
 
 
-def open_shard(stored: bytes, role: str) -> Shard:
-    """Check the container of a shard, its header digest and the fields that both documents have."""
+def open_container(stored: bytes) -> tuple[bytes, list[Array], Document, bytes]:
+    """Check a container: header, arrays, the text of the document as JSON, the data region."""
     # SPEC 4.1: "u64 header length n, n bytes of JSON, then the data region".
     need(len(stored) >= 8, "no header", "truncated")
     n = int.from_bytes(stored[:8], "little")
@@ -321,24 +333,34 @@ def open_shard(stored: bytes, role: str) -> Shard:
     # SPEC 4.5: "The size of the object MUST be 8 + n + the end of the last array."
     need(len(data) >= arrays[-1].stop, "shorter than its arrays", "truncated")
     need(len(data) == arrays[-1].stop, "bytes after the last array")
+    return header, arrays, parse_json(metadata["lynxkv"], max_depth=16), data
+
+
+def open_shard(stored: bytes, role: str) -> Shard:
+    """Check the container of a shard, its header digest and the fields that both documents have."""
+    header, arrays, document, data = open_container(stored)
     # SPEC 4.1, table: "SHA-256 of the shard's bytes [0, 8 + n), then 32 zero bytes".
     first = arrays[0]
     need((first.name, first.dtype, first.shape) == ("header_sha256", "U8", (64,)), "no header_sha256")
     need(data[:64] == hashlib.sha256(header).digest() + bytes(32), "header_sha256", "checksum")
-    document = parse_json(metadata["lynxkv"], max_depth=16)
-    # SPEC 6: an unknown version or required feature is refused by name, before fields of a meaning unknown.
+    check_version(document, role)
+    hexadecimal(document, "cache_id")
+    hexadecimal(document, "index_sha256")
+    return Shard(header=header, arrays=arrays, document=document, data=data)
+
+
+def check_version(document: Document, role: str) -> None:
+    """SPEC 6: an unknown version or required feature is refused by name, before fields of a meaning unknown."""
     field(document, "version", str)
     need(document["version"] == "0.1", f"version {document['version']}", "unsupported")
     required = field(document, "required", list)
-    need(not required, f"the required feature {required[:1]}", "unsupported")
+    unknown = [name for name in required if name != "transform" or role != "anchor"]
+    need(not unknown, f"the required feature {unknown[:1]}", "unsupported")
     need(field(document, "role", str) == role, f"role is not {role}")
-    hexadecimal(document, "cache_id")
-    hexadecimal(document, "index_sha256")
     writer = field(document, "writer", dict)
     field(writer, "tool", str)
     field(writer, "version", str)
     check_strings(document)
-    return Shard(header=header, arrays=arrays, document=document, data=data)
 
 
 def parse_array(name: str, entry: Any) -> Array:
@@ -409,11 +431,17 @@ def check_document(document: Document) -> None:
     codec = field(document, "codec", dict)
     field(codec, "name", str)
     field(codec, "params", dict)
-    need("transform" in document, "the field transform is missing")
-    need(document["transform"] is None, "transform is not null", "unsupported")
     parent = field(document, "parent", dict, type(None))
     if parent is not None:
         check_parent(parent, start)
+    transform = field(document, "transform", dict, type(None))
+    # SPEC 6: "`transform` is required exactly where the field is not null".
+    need((transform is not None) == ("transform" in document["required"]), "transform")
+    if transform is not None:
+        # SPEC 8.8: "`name` is `basis-`, the first 16 digits of `sha256`, `.safetensors`".
+        hexadecimal(transform, "sha256")
+        need(field(transform, "name", str) == f"basis-{transform['sha256'][:16]}.safetensors", "transform.name")
+        integer(transform, "bytes", 64, MAX_BASIS_BYTES)
     logits = field(document, "logits", dict, type(None))
     if logits is not None:
         # SPEC 9.3 and 10.
@@ -529,6 +557,7 @@ def number_tensors(document: Document) -> Iterator[Tensor]:
                     coding=coding,
                     sinks=sinks,
                     coded=tokens - sinks,
+                    first=layer["start"] + sinks,
                 )
                 number += 1
 
@@ -867,8 +896,80 @@ def round_to(values: F32, dtype: str) -> npt.NDArray[np.uint16]:
     return np.where(m > 0x7F800000, 0, y).astype(np.uint16)
 
 
+def open_basis(folder: Path, document: Document, tensors: list[Tensor]) -> Basis:
+    """SPEC 8.8: the basis that a cache names, from the folder that the cache lies in."""
+    named = document["transform"]
+    stored = (folder / named["name"]).read_bytes()
+    same = len(stored) == named["bytes"] and sha256(stored) == named["sha256"]
+    need(same, "the basis is not the one that the cache names", "checksum")
+    _, arrays, described, data = open_container(stored)
+    check_version(described, "basis")
+    hexadecimal(described, "fingerprint", type(None))
+    field(described, "model_id", str, type(None))
+    by_name = {array.name: array for array in arrays}
+
+    def take(name: str, dtype: str, kind: str) -> npt.NDArray[Any]:
+        array = by_name.get(name)
+        need(array is not None and array.dtype == dtype and len(array.shape) == 3, f"the basis' array {name}")
+        assert array is not None
+        return np.frombuffer(data[array.start : array.stop], kind).reshape(array.shape)
+
+    basis = Basis(rows={}, rope_of={}, ropes={})
+    layers = field(described, "layers", list)
+    need(len(layers) <= MAX_LAYERS, "layers of the basis")
+    for i, layer in enumerate(layers):
+        need(isinstance(layer, dict), "a layer of the basis")
+        for name in ("k", "v"):
+            key = f"layer.{i}.{name}"
+            rope = field(field(layer, name, dict), "rope", str, type(None))
+            rows = take(key, "I8", "i1").astype(np.int64)
+            need(rows.shape[1] == rows.shape[2] and rows.shape[0] * rows.shape[1] <= MAX_CHANNELS, f"rows of {key}")
+            basis.rows[key], basis.rope_of[key] = rows, rope
+            if rope is not None and rope not in basis.ropes:
+                coarse, fine = (take(f"rope.{rope}.{part}", "F32", "<f4") for part in ("coarse", "fine"))
+                whole = fine.shape[0] == 64 and fine.shape[2] == 2 and coarse.shape[1:] == fine.shape[1:]
+                need(whole, f"tables of rope {rope}")
+                basis.ropes[rope] = finite(coarse, f"rope {rope}"), finite(fine, f"rope {rope}")
+    # "A reader MUST refuse a basis without rows for a tensor, or without angles for its positions."
+    for tensor in tensors:
+        if tensor.coding["scheme"] != "entropy" or not tensor.coded:
+            continue
+        rows = basis.rows.get(tensor.key, np.empty((0, 0, 0), np.int64))
+        need(rows.shape[0] * rows.shape[1] == tensor.channels, f"rows for {tensor.key}", "binding")
+        rope = basis.rope_of[tensor.key]
+        if rope is not None:
+            coarse, fine = basis.ropes[rope]
+            fits = 2 * fine.shape[1] <= tensor.head_dim and tensor.first + tensor.coded <= 64 * len(coarse)
+            need(fits, f"angles for {tensor.key}", "binding")
+    return basis
+
+
+def to_channels(tensor: Tensor, first: int, index: Codes, factor: np.float32, mean: F32, basis: Basis) -> F32:
+    """SPEC 8.8: values [t, N] from the components' whole numbers [t, N]; the first token has the position `first`."""
+    rows = basis.rows[tensor.key]
+    blocks, n, _ = rows.shape
+    # "S = the sum over y of index[b, y] * M[b, y, c]", exact: |index| < 2^24, |M| <= 2^7, n <= 2^16.
+    by_block = index.reshape(-1, blocks, n).transpose(1, 0, 2)
+    sums = (by_block @ rows).transpose(1, 0, 2).reshape(-1, tensor.channels)
+    # "value = fl(fl(fl(S) * step) + m)"
+    value = sums.astype(np.float32) * factor + mean
+    rope = basis.rope_of[tensor.key]
+    if rope is None:
+        return value
+    coarse, fine = basis.ropes[rope]
+    position = np.arange(first, first + len(value))
+    (ca, sa), (cb, sb) = (np.moveaxis(part[:, None], -1, 0) for part in (coarse[position // 64], fine[position % 64]))
+    # "cos = fl(fl(ca * cb) - fl(sa * sb))", "sin = fl(fl(sa * cb) + fl(ca * sb))"
+    cos, sin = ca * cb - sa * sb, sa * cb + ca * sb
+    m = fine.shape[1]
+    heads = value.reshape(-1, tensor.heads, tensor.head_dim)
+    x, y = heads[..., :m].copy(), heads[..., m : 2 * m].copy()
+    heads[..., :m], heads[..., m : 2 * m] = x * cos - y * sin, y * cos + x * sin
+    return heads.reshape(-1, tensor.channels)
+
+
 def decode_tensor(
-    tensor: Tensor, dtype: str, segments: dict[str, list[bytes]], precision: Precision
+    tensor: Tensor, dtype: str, segments: dict[str, list[bytes]], precision: Precision, basis: Basis | None
 ) -> npt.NDArray[Any]:
     """Decode one tensor to [H, T, D]: its sink tokens, then its coded tokens."""
     heads, dim, scheme = tensor.heads, tensor.head_dim, tensor.coding["scheme"]
@@ -893,8 +994,11 @@ def decode_tensor(
         if scheme == "raw":
             parts.append(stored_values(anchor, tensor, dtype))
             continue
-        decode = decode_fixed if scheme == "fixed" else decode_entropy
-        values = round_to(decode(tensor, t, anchor, residual, segments), dtype)
+        if scheme == "fixed":
+            decoded = decode_fixed(tensor, t, anchor, residual, segments)
+        else:
+            decoded = decode_entropy(tensor, t, anchor, residual, segments, basis, tensor.first + at - t)
+        values = round_to(decoded, dtype)
         parts.append(values if correction is None else correct(tensor, values, correction, dtype))
     by_token = np.concatenate([part.reshape(-1, heads, dim) for part in parts])
     return np.ascontiguousarray(by_token.transpose(1, 0, 2))
@@ -963,9 +1067,15 @@ def decode_fixed(
 
 
 def decode_entropy(
-    tensor: Tensor, t: int, anchor: bytes, residual: bytes | None, segments: dict[str, list[bytes]]
+    tensor: Tensor,
+    t: int,
+    anchor: bytes,
+    residual: bytes | None,
+    segments: dict[str, list[bytes]],
+    basis: Basis | None,
+    first: int,
 ) -> F32:
-    """SPEC 8.4: one segment of t tokens, [t, N]."""
+    """SPEC 8.4 and 8.8: one segment of t tokens from position `first` on, [t, N]."""
     n, radix = tensor.channels, tensor.coding["radix"]
     step, half_step = np.frombuffer(segments["steps"][0], "<f4").reshape(-1, 2)[tensor.number]
     mean = bf16_to_f32(np.frombuffer(segments[f"{tensor.key}.mean"][0], "<u2").astype(np.uint16))
@@ -989,6 +1099,11 @@ def decode_entropy(
         digits = unpack_digits(np.frombuffer(residual, np.uint8), n, t, radix)
         rows, factor = 2 * (rows * radix + digits) - (radix - 1), half_step
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        if basis is not None:
+            # "row y is component `order[y]`"
+            index = np.empty((t, n), np.int64)
+            index[:, order] = rows.T
+            return to_channels(tensor, first, index, factor, mean, basis)
         by_row = rows.astype(np.float32) * factor + mean[order][:, None]
     # "row y is channel `order[y]`"
     values = np.empty((t, n), np.float32)

@@ -34,7 +34,9 @@ from lynxkv.errors import (
 )
 
 if TYPE_CHECKING:
+    from lynxkv.bases import load_basis as load_basis
     from lynxkv.batch import generate_batch as generate_batch
+    from lynxkv.calibration import calibrate as calibrate
     from lynxkv.checkpoints import load_model as load_model
     from lynxkv.continuing import continuation as continuation
     from lynxkv.decoder import load as load
@@ -66,6 +68,7 @@ _LAZY = {
     "Link": "lynxkv.store.Link",
     "LynxCache": "lynxkv.integrations.hf.LynxCache",
     "Sampling": "lynxkv.sampling.Sampling",
+    "calibrate": "lynxkv.calibration.calibrate",
     "check": "lynxkv.report.check",
     "compare": "lynxkv.fidelity.compare",
     "continuation": "lynxkv.continuing.continuation",
@@ -77,6 +80,7 @@ _LAZY = {
     "inspect": "lynxkv.report.inspect",
     "list_caches": "lynxkv.manage.list_caches",
     "load": "lynxkv.decoder.load",
+    "load_basis": "lynxkv.bases.load_basis",
     "load_model": "lynxkv.checkpoints.load_model",
     "open": "lynxkv.fetch.open_cache",
     "open_async": "lynxkv.fetch.open_cache_async",
@@ -110,6 +114,7 @@ __all__ = [
     "UnsupportedFormatError",
     "UnsupportedModelError",
     "__version__",
+    "calibrate",
     "check",
     "compare",
     "continuation",
@@ -121,6 +126,7 @@ __all__ = [
     "inspect",
     "list_caches",
     "load",
+    "load_basis",
     "load_model",
     "open",
     "open_async",

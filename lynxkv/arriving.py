@@ -49,7 +49,11 @@ class ArrivingCache:
         self._hold = hold
         self._aim: Precision = aim if reader.extent.has_residual else "anchor"
         self._decoder = CacheDecoder(
-            reader.extent, cache, skip_anchor=straight and self._aim != "anchor", refines=self._aim != "anchor"
+            reader.extent,
+            cache,
+            skip_anchor=straight and self._aim != "anchor",
+            refines=self._aim != "anchor",
+            bases=reader.bases(),
         )
         self._missing = _missing(reader)
         self._started_at = time.perf_counter()

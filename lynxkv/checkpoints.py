@@ -12,10 +12,8 @@ import hashlib
 import importlib.util
 import io
 import json
-import os
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -23,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lynxkv.errors import InputError
+from lynxkv.home import cache_home
 from lynxkv.identity import Digests, folder_digests, gguf_digests
 
 if TYPE_CHECKING:
@@ -49,17 +48,6 @@ class Checkpoint:
     model_id: str
     revision: str | None
     digests: Digests
-
-
-def cache_home() -> Path:
-    """Where converted models are kept: `$LYNXKV_HOME`, or `lynxkv` in the platform's cache folder."""
-    if home := os.environ.get("LYNXKV_HOME"):
-        return Path(home).expanduser()
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "lynxkv"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "lynxkv"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lynxkv"
 
 
 def resolve(reference: str, *, report: Report = lambda message: None) -> Checkpoint:

@@ -22,7 +22,7 @@ ResidualPolicy = Literal["error", "anchor-only"]
 OnFailure = Literal["error", "recompute"]
 """What a server does when the cache that a request names cannot be loaded."""
 
-CODEC_NAMES = ("default", "quality", "fast", "fixed", "alg1", "alg1-shift", "raw", "int8", "int4")
+CODEC_NAMES = ("default", "quality", "fast", "compact", "fixed", "alg1", "alg1-shift", "raw", "int8", "int4")
 CODEC_FORM = "write it like default:radix=5 or alg1:alpha=100,chunk_dtype=f32"
 
 

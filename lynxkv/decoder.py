@@ -13,14 +13,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lynxkv.errors import CacheNotFoundError, ContentError, FetchError, InputError
+from lynxkv.errors import BindingError, CacheNotFoundError, ContentError, FetchError, InputError
 from lynxkv.fetch import CacheReader, FetchOptions, SegmentPayload, open_cache
+from lynxkv.format.basis import Basis
 from lynxkv.format.content import check_content
-from lynxkv.kernels import EntropyTables, FixedTables, Out, Tables, dequantize, unpack_exact
+from lynxkv.kernels import EntropyTables, FixedTables, Out, Tables, Transform, dequantize, tables_at, unpack_exact
 from lynxkv.kernels.paged import read, span, write
 from lynxkv.kernels.rounding import TORCH_DTYPES
 from lynxkv.kv import KV, KVLayer
-from lynxkv.layout import Dtype, EntropyCoding, Extent, FixedCoding, Precision, TensorName, TensorRef
+from lynxkv.layout import CacheHeader, Dtype, EntropyCoding, Extent, FixedCoding, Precision, TensorName, TensorRef
 from lynxkv.parallel import map_ordered, threads, torch_alone
 from lynxkv.store import Link, Url
 
@@ -44,6 +45,8 @@ class Destination(Protocol):
 class _Shared:
     """Arrays of one Anchor that come before the codes they explain, and tables made of them."""
 
+    header: CacheHeader
+    basis: Basis | None
     codebooks: dict[str, F32] = field(default_factory=dict)
     steps: F32 | None = None
     means: dict[int, F32] = field(default_factory=dict)
@@ -61,15 +64,28 @@ class CacheDecoder:
         extent: what is loaded, as `CacheReader.extent` says it.
         skip_anchor: tensors that have a Residual are written at full precision only; until then their codes are kept.
         refines: False keeps no codes: nothing will be refined.
+        bases: what each cache's header names, if anything: `CacheReader.bases`.
+
+    Raises:
+        BindingError: a basis is not the one that the header names.
     """
 
     def __init__(
-        self, extent: Extent, destination: Destination, *, skip_anchor: bool = False, refines: bool = True
+        self,
+        extent: Extent,
+        destination: Destination,
+        *,
+        skip_anchor: bool = False,
+        refines: bool = True,
+        bases: Sequence[Basis | None] = (),
     ) -> None:
+        bases = bases or [None] * len(extent.spans)
+        if [span.header.transform for span in extent.spans] != [basis and basis.ref for basis in bases]:
+            raise BindingError("a cache is decoded with another basis than its own")
         self.extent = extent
         self._destination = destination
         self._skip_anchor, self._refines = skip_anchor, refines
-        self._shared = [_Shared() for _ in extent.spans]
+        self._shared = [_Shared(header=span.header, basis=own) for span, own in zip(extent.spans, bases, strict=True)]
         self._codes: dict[_Place, U8] = {}
         # Segments of which the last tokens are not loaded: whole, for they cannot be decoded in part.
         self._aside: dict[_Place, Tensor] = {}
@@ -201,7 +217,8 @@ class CacheDecoder:
         ref = payload.segment.coded[0]
         try:
             with self._written(payload) as out:
-                dequantize(anchor, residual, ref.coding, self._tables_of(payload), ref.spec, self.extent.dtype, out)
+                tables = tables_at(self._tables_of(payload), payload.segment.coded[1].first_token)
+                dequantize(anchor, residual, ref.coding, tables, ref.spec, self.extent.dtype, out)
         except ContentError as error:
             raise ContentError(f"{self._where(payload)}: {error.message}") from error
 
@@ -265,6 +282,7 @@ def _build_tables(ref: TensorRef, shared: _Shared) -> Tables:
             order=shared.orders[ref.ordinal],
             step=step,
             half_step=half_step,
+            transform=Transform.of(shared.basis, shared.header, ref) if shared.basis is not None else None,
         )
     if isinstance(ref.coding, FixedCoding):
         prefix = f"codebook.{ref.coding.codebook}"
@@ -364,7 +382,13 @@ def decode_stages(
         check_precision(extent, precision)
     if aim == "exact":
         check_exact_destination(extent.dtype, destination.target(0, next(iter(extent.layers[0].tensors))).dtype)
-    decoder = CacheDecoder(extent, destination, skip_anchor="anchor" not in precisions, refines=aim != "anchor")
+    decoder = CacheDecoder(
+        extent,
+        destination,
+        skip_anchor="anchor" not in precisions,
+        refines=aim != "anchor",
+        bases=reader.bases(),
+    )
     decoder.anchor_all(reader.stream_anchor())
     if not extent.has_residual or (decoder.complete_full and "full" in precisions):
         yield "full"

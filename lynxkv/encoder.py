@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 
 from lynxkv._version import __version__
+from lynxkv.bases import publish_basis
 from lynxkv.codecs import Codec, get_codec
+from lynxkv.codecs.base import Place
 from lynxkv.continuing import Continuation
-from lynxkv.errors import FormatError, InputError
+from lynxkv.errors import BindingError, FormatError, InputError
+from lynxkv.format.basis import Basis
 from lynxkv.format.document import VERSION
 from lynxkv.format.index import anchor_plans
 from lynxkv.format.limits import (
@@ -30,7 +33,7 @@ from lynxkv.format.limits import (
 )
 from lynxkv.format.read import read_anchor_head, read_residual_head
 from lynxkv.format.write import Buffer, Payload, Shard, build_shards, laid_out, payload
-from lynxkv.kernels import EntropyTables, Tables, dequantize, pack_exact, quantize
+from lynxkv.kernels import EntropyTables, Tables, Transform, dequantize, pack_exact, quantize, tables_at
 from lynxkv.kv import KV, check_tensor
 from lynxkv.layout import (
     DTYPE_BYTES,
@@ -43,6 +46,7 @@ from lynxkv.layout import (
     TensorRef,
     TensorSpec,
     TokenRange,
+    TransformRef,
 )
 from lynxkv.parallel import map_ordered, threads, torch_alone
 from lynxkv.prefix import prefix_digests
@@ -87,6 +91,7 @@ def encode(
     codec: str | Codec = "default",
     dtype: Dtype = "bf16",
     identity: Identity | None = None,
+    basis: Basis | None = None,
     exact: bool = False,
     logits: Tensor | None = None,
     store_token_ids: bool = True,
@@ -100,6 +105,8 @@ def encode(
     Keys and values are first rounded to `dtype`; that is the original which all errors count from.
 
     Args:
+        basis: of the model, from `lynxkv calibrate`: its components are coded instead of channels, in fewer bits. The
+            codec `compact` needs one; `default`, `quality` and `fast` take one. Published beside the cache too, once.
         exact: add what leads from full precision back to the original, bit by bit.
         logits: of the last position, [V] f32, from the run that computed `kv`; stored whole (SPEC 9.3).
         store_token_ids: False keeps only the digests of the token ids.
@@ -112,7 +119,9 @@ def encode(
     Raises:
         CacheExistsError: there is a cache at `url` and `overwrite` is false.
         NonFiniteError: a layer holds NaN or infinity.
-        InputError: shapes that cannot be represented, an unknown codec, or `kv` does not continue `parent`.
+        InputError: shapes that cannot be represented, an unknown codec, one that wants a basis or takes none,
+            or `kv` does not continue `parent`.
+        BindingError: the basis does not fit the cache, or is of another model.
         StoreError: writing failed; nothing is half-published.
     """
     store = Store(url)
@@ -128,6 +137,7 @@ def encode(
             codec=codec,
             dtype=dtype,
             identity=identity,
+            basis=basis,
             exact=exact,
             logits=logits,
             store_token_ids=store_token_ids,
@@ -135,6 +145,8 @@ def encode(
             progress=progress,
             on_anchor=partial(store.send, upload) if upload is not None else None,
         )
+        if basis is not None:
+            publish_basis(basis, store)
         ref = cache.header.residual
         residual = (ref.name, cache.residual) if ref is not None and cache.residual is not None else None
         store.publish(cache.anchor, residual, overwrite=overwrite, residual_store=residual_store, upload=upload)
@@ -156,6 +168,7 @@ def encode_shards(
     codec: str | Codec = "default",
     dtype: Dtype = "bf16",
     identity: Identity | None = None,
+    basis: Basis | None = None,
     exact: bool = False,
     logits: Tensor | None = None,
     store_token_ids: bool = True,
@@ -164,16 +177,18 @@ def encode_shards(
     on_anchor: Callable[[Buffer], None] | None = None,
 ) -> EncodedCache:
     """Encode a KV cache in memory; see `encode`. `on_anchor` gets what follows the Anchor's head as it is made."""
-    method = check_options(codec, dtype)
+    method = check_options(codec, dtype, basis=basis is not None)
     header = _describe(kv, method, dtype, identity or Identity(), exact=exact, store_token_ids=store_token_ids)
     if parent is not None:
         parent.check_continued_by(header)
         header = replace(header, parent=parent.parent)
     if logits is not None:
         header = replace(header, logits_tokens=_check_logits(logits))
+    if basis is not None:
+        header = replace(header, transform=_check_basis(basis, header))
     count = len(header.tensors)
     with torch_alone():
-        encoding = _Encoding(kv, header, method)
+        encoding = _Encoding(kv, header, method, basis)
         sent = 0
         # One thread goes through the tensors, while others quantise, compress and digest the segments of the last ones.
         for part, sealed in map_ordered(encoding.seal, encoding.parts(), threads=threads()):
@@ -205,8 +220,10 @@ def encode_shards(
     return EncodedCache(header=header, anchor=anchor_shard, residual=residual_shard)
 
 
-def check_options(codec: str | Codec, dtype: Dtype) -> Codec:
-    """The codec, if it can store a cache in `dtype`: what no KV could be encoded with is refused before there is one.
+def check_options(codec: str | Codec, dtype: Dtype, *, basis: bool = False) -> Codec:
+    """The codec, if it can store a cache in `dtype`, with a basis if there is to be one.
+
+    What no KV could be encoded with is refused before there is one.
 
     Raises:
         InputError: an unknown codec or dtype, two that do not go together, or parameters over the format's limits.
@@ -216,12 +233,27 @@ def check_options(codec: str | Codec, dtype: Dtype) -> Codec:
         raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
     if dtype == "fp32" and method.name != "raw":
         raise InputError("fp32 goes with the codec raw only", hint="use --dtype bf16, or --codec raw")
+    if basis and not method.takes_basis:
+        raise InputError(f"the codec {method.name} takes no basis", hint="use compact, default, quality or fast")
+    if method.needs_basis and not basis:
+        raise InputError(f"the codec {method.name} needs a basis", hint="make one with: lynxkv calibrate --model MODEL")
     coding = method.coding("k", 1)
     if not 0 <= coding.sink_tokens <= MAX_SINK_TOKENS:
         raise InputError(f"sink_tokens is {coding.sink_tokens}", hint=f"it lies in [0, {MAX_SINK_TOKENS}]")
     if coding.segment_tokens > MAX_TOKENS:
         raise InputError(f"segments of {coding.segment_tokens} tokens are over the format's limit of {MAX_TOKENS}")
     return method
+
+
+def _check_basis(basis: Basis, header: CacheHeader) -> TransformRef:
+    """What the cache says of its basis, which has to fit."""
+    owner = header.identity.fingerprint
+    if owner is not None and basis.fingerprint is not None and owner != basis.fingerprint:
+        raise BindingError(
+            f"the basis is that of another model ({basis.model_id})", hint="calibrate this one: lynxkv calibrate"
+        )
+    basis.check_fits(header)
+    return basis.ref
 
 
 def _read_back(anchor: Shard, residual: Shard | None) -> None:
@@ -259,8 +291,8 @@ class _Sealed:
 class _Encoding:
     """Payloads of both shards by array name, as they come into being."""
 
-    def __init__(self, kv: KV, header: CacheHeader, method: Codec) -> None:
-        self.kv, self.header, self.method = kv, header, method
+    def __init__(self, kv: KV, header: CacheHeader, method: Codec, basis: Basis | None) -> None:
+        self.kv, self.header, self.method, self.basis = kv, header, method, basis
         self.anchor: dict[str, list[Payload]] = defaultdict(list)
         self.residual: dict[str, list[Payload]] = defaultdict(list)
         self.steps = np.zeros((len(header.tensors), 2), np.float32)
@@ -278,7 +310,11 @@ class _Encoding:
                 self.anchor[f"{ref.key}.sink"] = [payload(_tensor_u8(sink), may_compress=False)]
             if not ref.coded_tokens:
                 continue
-            tables = self.method.tables(original[:, ref.sinks :], ref.name, self.step_factors[ref.layer])
+            place = Place(
+                step_factor=self.step_factors[ref.layer],
+                transform=Transform.of(self.basis, self.header, ref) if self.basis is not None else None,
+            )
+            tables = self.method.tables(original[:, ref.sinks :], ref.name, place)
             if isinstance(tables, EntropyTables):
                 mean = (tables.mean.view(np.uint32) >> 16).astype(np.uint16)
                 self.anchor[f"{ref.key}.mean"] = [payload(_u8(mean), may_compress=False)]
@@ -289,7 +325,7 @@ class _Encoding:
                 yield _Part(
                     ref=ref,
                     values=original[:, start : start + plan.tokens],
-                    tables=tables,
+                    tables=tables_at(tables, plan.first_token),
                     ends_tensor=plan.first_token + plan.tokens == ref.coded_tokens,
                 )
 

@@ -213,6 +213,15 @@ class Parent:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TransformRef:
+    """What the Anchor says of the basis that its entropy-coded tensors are components of (SPEC 8.8)."""
+
+    name: str
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class SegmentPlan:
     """A segment of a tensor as the document implies it: coded tokens [first_token, first_token + tokens)."""
 
@@ -261,6 +270,7 @@ class CacheHeader:
     identity: Identity
     logits_tokens: int | None = None
     parent: Parent | None = None
+    transform: TransformRef | None = None
     writer: dict[str, Any] = field(default_factory=dict)
 
     @cached_property

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from lynxkv import checkpoints
-from lynxkv.checkpoints import cache_home, load_model, resolve
+from lynxkv.checkpoints import load_model, resolve
 from lynxkv.errors import InputError, UnsupportedModelError
+from lynxkv.home import cache_home
 from lynxkv.identity import Digests
 from lynxkv.integrations.hf import Model
 from lynxkv.testing.tiny_models import tiny_config, tiny_model, tiny_tokenizer

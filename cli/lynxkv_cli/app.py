@@ -9,7 +9,7 @@ import typer
 from typer.main import get_command
 
 from lynxkv import __version__
-from lynxkv_cli import bench, check, encode, export, generate, inspect, ls, prune, rm, serve
+from lynxkv_cli import bench, calibrate, check, encode, export, generate, inspect, ls, prune, rm, serve
 
 HELP = """Example: lynxkv encode @README.md --model smollm2 --out readme.lynx
 
@@ -28,6 +28,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 app.command(help=encode.HELP, short_help="Prefill a prompt and publish its KV cache.")(encode.encode)
+app.command(help=calibrate.HELP, short_help="Find a model's basis, once, for smaller caches.")(calibrate.calibrate)
 app.command(help=inspect.HELP, short_help="Say what a cache is and where its bytes go.")(inspect.inspect)
 app.command(help=check.HELP, short_help="Read all of a cache and check every byte of it.")(check.check)
 app.command(help=generate.HELP, short_help="Answer a question from a cache while it arrives.")(generate.generate)

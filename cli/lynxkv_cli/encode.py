@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lynxkv.choices import CODEC_NAMES, Dtype, parse_codec
+from lynxkv.errors import InputError
 from lynxkv_cli._errors import UsageProblem
 from lynxkv_cli._options import Json, Model, Quiet, read_text
 from lynxkv_cli._output import Output, seconds, size
@@ -56,6 +57,10 @@ def encode(
         str,
         typer.Option(metavar="NAME[:P=V,...]", help=f"One of {', '.join(CODEC_NAMES)}; with parameters if need be."),
     ] = "default",
+    basis: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The model's basis, if not the one that calibrate has kept."),
+    ] = None,
     dtype: Annotated[Dtype, typer.Option(help="What decoding returns; fp32 only with the codec raw.")] = "bf16",
     from_file: Annotated[
         Path | None,
@@ -81,7 +86,7 @@ def encode(
 ) -> None:
     """Encode a prompt or a KV file to `out`."""
     output = Output.of(as_json=as_json, quiet=quiet)
-    source: Callable[[], Source]
+    source: Callable[[Callable[[Identity | None], None]], Source]
     if prompt is not None and from_file is None:
         if model is None:
             raise UsageProblem("a prompt needs a model", hint="add --model smollm2")
@@ -98,23 +103,37 @@ def encode(
     if out.startswith("memory:"):
         raise UsageProblem("memory:// ends with this command", hint="give a folder or a URL that lasts")
     import lynxkv
+    from lynxkv.bases import find_basis, load_basis
     from lynxkv.codecs import get_codec
     from lynxkv.encoder import check_options
     from lynxkv.store import Store
 
     # What can be refused without the model is refused before it is loaded.
-    method = check_options(get_codec(choice.name, **choice.params), dtype)
+    method = get_codec(choice.name, **choice.params)
+    bases = [load_basis(basis)] if basis is not None else []
+    check_options(method, dtype, basis=bool(bases) or method.needs_basis)
     exact = exact or choice.exact
     Store(out).check_target(overwrite=force)
     if residual_out is not None:
         Store.of_residuals(residual_out).check_writable()
-    kv, identity, last_logits, prefill_s = source()
+
+    def known(identity: Identity | None) -> None:
+        """What can be refused without a prefill is refused before it."""
+        if method.needs_basis and not bases:
+            found = find_basis(identity.fingerprint) if identity is not None and identity.fingerprint else None
+            if found is None:
+                hint = f"lynxkv calibrate --model {model}" if model else "say whose keys and values these are: --model"
+                raise InputError(f"the codec {method.name} needs a basis of the model", hint=hint)
+            bases.append(found)
+
+    kv, identity, last_logits, prefill_s = source(known)
     started = time.monotonic()
     with output.progress() as progress:
         report = lynxkv.encode(
             kv,
             out,
             codec=method,
+            basis=bases[0] if bases else None,
             dtype=dtype,
             identity=identity,
             exact=exact,
@@ -150,11 +169,14 @@ def encode(
     )
 
 
-def _prefilled(text: str, model_ref: str, chunk_tokens: int, output: Output) -> Source:
+def _prefilled(
+    text: str, model_ref: str, chunk_tokens: int, output: Output, known: Callable[[Identity | None], None]
+) -> Source:
     import lynxkv
     from lynxkv.integrations.hf import open_turn
 
     model = lynxkv.load_model(model_ref, report=output.note)
+    known(model.identity)
     ids = open_turn(model.tokenizer, text)
     started = time.monotonic()
     with output.progress() as progress:
@@ -164,12 +186,14 @@ def _prefilled(text: str, model_ref: str, chunk_tokens: int, output: Output) -> 
     return filled.kv, model.identity, filled.logits, time.monotonic() - started
 
 
-def _dumped(path: Path, model_ref: str | None, output: Output) -> Source:
+def _dumped(path: Path, model_ref: str | None, output: Output, known: Callable[[Identity | None], None]) -> Source:
     import lynxkv
     from lynxkv.kv import kv_from_safetensors
 
     kv = kv_from_safetensors(path)
-    if model_ref is None:
-        return kv, None, None, None
-    # Another tool made the prompt, so whether it ends inside a user turn is not known.
-    return kv, replace(lynxkv.load_model(model_ref, report=output.note).identity, turn=None), None, None
+    identity = None
+    if model_ref is not None:
+        # Another tool made the prompt, so whether it ends inside a user turn is not known.
+        identity = replace(lynxkv.load_model(model_ref, report=output.note).identity, turn=None)
+    known(identity)
+    return kv, identity, None, None

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from format_spec.generator.bases import Basis, reference
 from format_spec.generator.formulas import (
     STORED_DTYPE,
     Compress,
@@ -101,6 +102,7 @@ def cache(
     parent: Document | None = None,
     formulas: Formulas | None = None,
     compress: Compress = stored_raw,
+    basis: Basis | None = None,
 ) -> CacheDraft:
     """A whole cache by formula, with what it decodes to; `logits` is the size of the vocabulary, 0 for none.
 
@@ -129,6 +131,11 @@ def cache(
         "transform": None,
         "logits": {"tokens": logits} if logits else None,
     }
+    beside: Files = {}
+    if basis is not None:
+        stored_basis = basis.file(layers)
+        document |= {"transform": reference(stored_basis), "required": ["transform"]}
+        beside[document["transform"]["name"]] = stored_basis
     formulas = formulas or Formulas()
     body: list[Draft] = []
     keys, values = ResidualArrays(), ResidualArrays()
@@ -152,6 +159,8 @@ def cache(
                 dtype=dtype,
                 formulas=formulas,
                 compress=compress,
+                first=one["start"] + sinks,
+                basis=basis,
             )
             sink = plain_values(dtype, (sinks, heads, head_dim), tensor.z)
             if sinks:
@@ -179,7 +188,7 @@ def cache(
         head.append(typed("logits", "F32", f32(over(formulas.logit(np.arange(logits)), np.arange(logits)))))
     tail = [typed("token_ids", "U32", ids)] if stored and known else []
     residual = keys.residual + values.residual + keys.exact + values.exact
-    return CacheDraft(document=document, anchor=head + body + tail, residual=residual, expected=expected)
+    return CacheDraft(document=document, anchor=head + body + tail, residual=residual, expected=expected, beside=beside)
 
 
 def parent_of(spans: list[tuple[str, Files, int]], *, precision: str = "full", known: bool = True) -> Document:

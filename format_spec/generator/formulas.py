@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from format_spec.generator.bases import Basis
 from format_spec.generator.writer import RADIX_GROUPS, Document, Draft, Stored, digit_codes, pack, typed
 
 Ints = npt.NDArray[np.int64]
@@ -67,6 +68,8 @@ class Tensor:
     dtype: str
     formulas: Formulas
     compress: Compress
+    first: int = 0
+    basis: Basis | None = None
 
     @property
     def channels(self) -> int:
@@ -246,7 +249,10 @@ def entropy(tensor: Tensor) -> Decoded:
     ):
         by_channel = np.zeros((tensor.coded, n), np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
-            by_channel[:, order] = (f32(factors) * factor + mean_values[order][:, None]).T
+            if tensor.basis is not None:
+                by_channel = transformed(tensor, tensor.basis, order, factors, factor, mean_values)
+            else:
+                by_channel[:, order] = (f32(factors) * factor + mean_values[order][:, None]).T
         values[precision] = to_bits(by_channel, tensor.dtype)
     has_residual = radix > 1 and tensor.coded > 0
     side = [
@@ -260,6 +266,26 @@ def entropy(tensor: Tensor) -> Decoded:
         at_anchor=values["anchor"],
         at_full=values["full"] if has_residual else values["anchor"],
     )
+
+
+def transformed(
+    tensor: Tensor, basis: Basis, order: Ints, factors: Ints, factor: np.float32, mean: npt.NDArray[Any]
+) -> F32:
+    """SPEC 8.8: values [coded tokens, N] from the whole numbers of components, a token and a channel at a time."""
+    rows = basis.matrix(tensor.channels, tensor.z).astype(np.int64)
+    n = rows.shape[1]
+    component = np.zeros((tensor.coded, tensor.channels), np.int64)
+    component[:, order] = factors.T
+    sums = np.zeros_like(component)
+    for channel in range(tensor.channels):
+        block, c = divmod(channel, n)
+        for y in range(n):
+            sums[:, channel] += component[:, block * n + y] * rows[block, y, c]
+    value = sums.astype(np.float32) * factor + f32(mean)
+    turned = basis.turned(
+        value.reshape(tensor.coded, tensor.heads, tensor.head_dim), tensor.key.split(".")[2], tensor.first
+    )
+    return turned.reshape(tensor.coded, tensor.channels)
 
 
 def exact(tensor: Tensor, full: Bits) -> tuple[Draft, Bits]:

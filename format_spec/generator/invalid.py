@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from format_spec.generator import (
     invalid_arrays,
+    invalid_bases,
     invalid_contents,
     invalid_documents,
     invalid_exact,
@@ -43,6 +44,7 @@ def invalid() -> Iterator[Vector]:
     yield from invalid_exact.exact_arrays()
     yield from invalid_exact.exact_contents()
     yield from invalid_exact.logits()
+    yield from invalid_bases.bases()
 
 
 def made_when_tested() -> Iterator[Vector]:

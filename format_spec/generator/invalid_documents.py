@@ -169,7 +169,6 @@ def documents() -> Iterator[Vector]:
     ):
         slug = "-".join(filter(None, (path.replace(".", "-"), "-".join(why.replace(",", "").split()))))
         yield vector(f"header-{slug}", "6", f"{path}: {why}", tiny(), document=inside(path, value))
-    yield vector("unsupported-transform", "6", "transform is not null", tiny(), document=inside("transform", {}))
     yield vector("unsupported-version", "6", "version 0.2", tiny(), document=put(version="0.2"))
     yield vector("unsupported-required", "6", "an unknown feature", tiny(), document=put(required=["deltas"]))
     # Whatever else a later version may change, its name comes first.

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from format_spec.generator.bases import Basis
 from format_spec.generator.caches import cache, coding, digest, latent, layer, parent_of
 from format_spec.generator.formulas import Formulas, f32
 from format_spec.generator.writer import CacheDraft, Document, Files, Hooks, sha256, write, zstd_frame
@@ -89,6 +90,7 @@ def drafts() -> Iterator[tuple[str, CacheDraft]]:
     yield "logits-of-one-token", cache([coding("raw")], [latent(1, 1)], stop=1, logits=1)
     yield "logits-between-codebooks-and-layers", cache([coding("fixed")], [latent(1, 4)], stop=3, logits=100)
     yield from exact()
+    yield from components()
     long = {"adapter": "some-lora", "salt_sha256": digest(3)}
     few = [layer(1, 1)]
     yield "prefix-one-block", cache([coding("entropy", segment_tokens=256)], few, stop=256)
@@ -131,6 +133,27 @@ def fixed() -> Iterator[tuple[str, CacheDraft]]:
             page_scale=lambda x, p: np.where(x % 3, -2.0, 2.0),
         )
         yield name, cache([own], stop=6, formulas=formulas)
+
+
+def components() -> Iterator[tuple[str, CacheDraft]]:
+    """SPEC 8.8: blocks, ropes of part of a head, positions across a multiple of 64, sums beyond 2^24, exact arrays."""
+    own = coding("entropy", segment_tokens=16, sink_tokens=2, exact=True)
+    yield "components", cache([own], stop=37, basis=Basis(pairs=4))
+    yield "components-without-rope", cache([coding("entropy", radix=3)], [layer(3, 5)], stop=9, basis=Basis())
+    blocks = Basis(blocks=2, pairs=3)
+    yield "components-in-blocks", cache([coding("entropy", sink_tokens=4)], start=60, stop=70, basis=blocks)
+    half = coding("entropy", radix=1, segment_tokens=8)
+    yield (
+        "components-fp16",
+        cache([half], [layer(1, 6)], start=120, stop=133, dtype="fp16", basis=Basis(pairs=2, positions=192)),
+    )
+    sliding = layer(2, 4, kind="sliding", window=5, start=66)
+    yield "components-of-a-window", cache([own], [layer(2, 4), sliding], stop=71, basis=Basis(pairs=2))
+    large = Formulas(q=lambda y, t, z: np.where((t + y) % 5 == 2, 2**18 - 1 - t - y, (t + y) % 9 - 4))
+    wide = Basis(rows=lambda y, c, z: np.where((y + c) % 2, 127, -128 + y), pairs=4)
+    yield "components-beyond-24-bits", cache([coding("entropy", radix=32)], stop=6, formulas=large, basis=wide)
+    some = cache([coding("entropy"), coding("raw")], [layer(2, 4), layer(2, 4, 1)], stop=5, basis=Basis(pairs=2))
+    yield "components-of-some-layers", some
 
 
 def exact() -> Iterator[tuple[str, CacheDraft]]:

@@ -84,6 +84,8 @@ class CacheDraft:
     anchor: list[Draft]
     residual: list[Draft]
     expected: dict[str, dict[str, npt.NDArray[Any]]] = field(default_factory=dict)
+    # Objects of the folder that the cache lies in.
+    beside: Files = field(default_factory=dict)
 
 
 def write(cache: CacheDraft, hooks: Hooks | None = None) -> Files:
@@ -94,12 +96,12 @@ def write(cache: CacheDraft, hooks: Hooks | None = None) -> Files:
     entries, index, data = lay_out("anchor", cache.anchor, hooks)
     document["cache_id"] = sha256(b"".join(index[at + 32 : at + 64] for at in range(0, len(index), 64)))
     document["index_sha256"] = sha256(index)
-    files: Files = {}
+    files: Files = {f"../{name}": data for name, data in cache.beside.items()}
     if cache.residual:
         hooks.arrays("residual", cache.residual)
         residual_entries, residual_index, residual_data = lay_out("residual", cache.residual, hooks)
-        names = ("version", "cache_id", "required", "writer")
-        residual_document = {"role": "residual"} | {name: document[name] for name in names}
+        names = ("version", "cache_id", "writer")
+        residual_document = {"role": "residual", "required": []} | {name: document[name] for name in names}
         residual_document["index_sha256"] = sha256(residual_index)
         header, stored = seal("residual", residual_document, residual_entries, residual_data, hooks)
         name = f"residual-{sha256(header)[:16]}.safetensors"

@@ -7,12 +7,10 @@ text differs between Python versions, so results carry each document's digest.
 from __future__ import annotations
 
 import hashlib
-import importlib
-import inspect
 from dataclasses import dataclass
 from typing import Literal
 
-from lynxkv.errors import InputError
+from lynxkv.standard_texts import source, topics
 
 _STATEMENTS = ("compound", "assignment", "import", "try", "raise", "with", "function", "class")
 _OBJECTS = (
@@ -100,23 +98,8 @@ def standard_documents() -> tuple[Document, ...]:
         InputError: this Python was installed without the source of its standard library.
     """
     return (
-        Document(name="statements", kind="prose", text=_topics(_STATEMENTS), prompts=_STATEMENT_PROMPTS),
-        Document(name="argparse.py", kind="code", text=_source("argparse"), prompts=_ARGPARSE_PROMPTS),
-        Document(name="objects", kind="prose", text=_topics(_OBJECTS), prompts=_OBJECT_PROMPTS),
-        Document(name="statistics.py", kind="code", text=_source("statistics"), prompts=_STATISTICS_PROMPTS),
+        Document(name="statements", kind="prose", text=topics(_STATEMENTS), prompts=_STATEMENT_PROMPTS),
+        Document(name="argparse.py", kind="code", text=source("argparse"), prompts=_ARGPARSE_PROMPTS),
+        Document(name="objects", kind="prose", text=topics(_OBJECTS), prompts=_OBJECT_PROMPTS),
+        Document(name="statistics.py", kind="code", text=source("statistics"), prompts=_STATISTICS_PROMPTS),
     )
-
-
-def _topics(keys: tuple[str, ...]) -> str:
-    try:
-        topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
-    except ImportError as error:
-        raise InputError("this Python has no pydoc_data", hint="give documents of your own") from error
-    return "\n\n".join(topics[key] for key in keys if key in topics)
-
-
-def _source(module: str) -> str:
-    try:
-        return inspect.getsource(importlib.import_module(module))
-    except OSError as error:
-        raise InputError(f"this Python has no source for {module}", hint="give documents of your own") from error

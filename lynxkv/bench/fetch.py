@@ -100,7 +100,7 @@ def _turn(url: Url, options: FetchOptions, opened: CacheReader) -> dict[str, flo
         began = time.perf_counter()
         with CacheReader(url, options=options) as reader:
             seconds["header"] = time.perf_counter() - began
-            decoder = CacheDecoder(reader.extent, destination)
+            decoder = CacheDecoder(reader.extent, destination, bases=reader.bases())
             anchor = reader.stream_anchor()
             early = reader.start_residual() if what == "overlapped" and residual else None
             decoder.anchor_all(anchor)

@@ -11,11 +11,11 @@ from lynxkv.codecs.base import Codec
 from lynxkv.codecs.int_token import Int4, Int8
 from lynxkv.codecs.linear import Linear
 from lynxkv.codecs.raw import Raw
-from lynxkv.codecs.uniform import Fast, Quality, Uniform
+from lynxkv.codecs.uniform import Compact, Fast, Quality, Uniform
 from lynxkv.errors import InputError
 
 CODECS: dict[str, type[Codec]] = {
-    codec.name: codec for codec in (Uniform, Quality, Fast, Linear, Alg1, Alg1Shift, Raw, Int8, Int4)
+    codec.name: codec for codec in (Uniform, Quality, Fast, Compact, Linear, Alg1, Alg1Shift, Raw, Int8, Int4)
 }
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lynxkv.errors import InputError
 from lynxkv.format.limits import MAX_SINK_TOKENS
-from lynxkv.kernels.tables import F32, Tables
+from lynxkv.kernels.tables import F32, Tables, Transform
 from lynxkv.kv import KV
 from lynxkv.layout import Coding, Precision, TensorName
 
@@ -25,6 +25,19 @@ SINK_TOKENS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
+class Place:
+    """What a quantiser may know of a tensor beside its values: what its layer's steps are to be multiplied by, and the
+    basis whose components are to be coded, at the position of the first coded token.
+    """
+
+    step_factor: float = 1.0
+    transform: Transform | None = None
+
+
+ANYWHERE = Place()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Codec(ABC):
     """A quantisation method. The dataclass fields of a subclass are its parameters.
 
@@ -35,6 +48,10 @@ class Codec(ABC):
     """
 
     name: ClassVar[str]
+    takes_basis: ClassVar[bool] = False
+    """Whether it can code the components of a basis."""
+    needs_basis: ClassVar[bool] = False
+
     compress: bool = True
 
     def __post_init__(self) -> None:
@@ -57,10 +74,10 @@ class Codec(ABC):
         return [1.0] * len(kv.layers)
 
     @abstractmethod
-    def tables(self, x: Tensor, tensor: TensorName, step_factor: float = 1.0) -> Tables:
+    def tables(self, x: Tensor, tensor: TensorName, place: Place = ANYWHERE) -> Tables:
         """What the quantiser needs to know of the coded tokens x [H, n, D], any float dtype.
 
-        Codecs whose scales follow from the values have no use for `step_factor`.
+        Codecs whose scales follow from the values have no use for `place`.
         """
 
     @abstractmethod

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lynxkv.codecs.base import Codec, check_range
+from lynxkv.codecs.base import ANYWHERE, Codec, Place, check_range
 from lynxkv.errors import InputError
 from lynxkv.kernels.tables import F32, FixedTables
 from lynxkv.layout import FixedCoding, Precision, TensorName
@@ -66,7 +66,7 @@ class FixedCodec(Codec):
         parts = {"anchor": tables.anchor, "full": tables.full, "scale": tables.scale, "offset": tables.offset}
         return {f"{coding.codebook}.{part}": values for part, values in parts.items() if values is not None}
 
-    def tables(self, x: Tensor, tensor: TensorName, step_factor: float = 1.0) -> FixedTables:
+    def tables(self, x: Tensor, tensor: TensorName, place: Place = ANYWHERE) -> FixedTables:
         return self.fixed_tables
 
     def error_bound(self, x: Tensor, tensor: TensorName, precision: Precision) -> Tensor:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lynxkv.codecs.base import Codec, segment_tokens
+from lynxkv.codecs.base import ANYWHERE, Codec, Place, segment_tokens
 from lynxkv.layout import Coding, Precision, RawCoding, TensorName
 
 
@@ -23,7 +23,7 @@ class Raw(Codec):
     def coding(self, tensor: TensorName, channels: int) -> Coding:
         return RawCoding(segment_tokens=segment_tokens(channels, 64))
 
-    def tables(self, x: Tensor, tensor: TensorName, step_factor: float = 1.0) -> None:
+    def tables(self, x: Tensor, tensor: TensorName, place: Place = ANYWHERE) -> None:
         return None
 
     def error_bound(self, x: Tensor, tensor: TensorName, precision: Precision) -> Tensor:

@@ -1,4 +1,4 @@
-"""`default`, `quality` and `fast`: a uniform quantiser with one step a tensor, entropy-coded (SPEC 8.4).
+"""`default`, `quality`, `fast` and `compact`: a uniform quantiser with one step a tensor, entropy-coded (SPEC 8.4).
 
 No scales to store, and outliers cost bits only where they are: the symbol distribution is peaked, zstd's Huffman coder
 takes the gain, and what does not fit a byte escapes. The Residual cuts each bin in `radix` parts.
@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lynxkv.codecs.base import SINK_TOKENS, Codec, check_range, check_sinks, segment_tokens
+from lynxkv.codecs.base import ANYWHERE, SINK_TOKENS, Codec, Place, check_range, check_sinks, segment_tokens
 from lynxkv.kernels import ChannelStatistics, EntropyTables, channel_statistics
 from lynxkv.kernels.rounding import round_to
-from lynxkv.kernels.tables import F32
+from lynxkv.kernels.tables import F32, Transform
+from lynxkv.kernels.transform import components, turned_back
 from lynxkv.kv import KV, KVLayer
 from lynxkv.layout import Coding, EntropyCoding, Precision, TensorName
 from lynxkv.packing import MAX_RADIX
@@ -38,6 +39,7 @@ class Uniform(Codec):
     """
 
     name: ClassVar[str] = "default"
+    takes_basis: ClassVar[bool] = True
 
     key_step: float = 0.17
     value_step: float = 0.37
@@ -79,23 +81,51 @@ class Uniform(Codec):
         spread = _spread(channel_statistics(values[:, sinks:].detach()))
         return spread if np.isfinite(spread) else 0.0
 
-    def tables(self, x: Tensor, tensor: TensorName, step_factor: float = 1.0) -> EntropyTables:
+    def tables(self, x: Tensor, tensor: TensorName, place: Place = ANYWHERE) -> EntropyTables:
         found = channel_statistics(x)
+        relative = place.step_factor * (self.value_step if tensor == "v" else self.key_step)
+        if place.transform is not None:
+            return self._transformed(x, tensor, relative * _spread(found), place.transform)
         peak = max(found.peak, _MIN_STEP)
-        relative = step_factor * (self.value_step if tensor == "v" else self.key_step)
         step = np.float32(max(relative * _spread(found), peak / _MAX_INDEX, _MIN_STEP))
         half_step = np.float32(step / (2 * self.radix))
         mean = found.mean
         if tensor == "v":
-            # With an even radix the grid of full precision has no point where the anchor's has one, but half_step to
-            # either side: in between, both grids are near.
-            beside = 0.0 if self.radix % 2 else float(half_step) / 2
-            mean = grid_through_short_vectors(x, mean, float(step), beside)
+            mean = grid_through_short_vectors(x, mean, float(step), self._beside(half_step))
         return EntropyTables(
             mean=mean,
             order=np.argsort(found.variance, kind="stable").astype(np.uint16),
             step=step,
             half_step=half_step,
+        )
+
+    def _beside(self, half_step: np.float32) -> float:
+        """How far beside the grid's points short vectors are best.
+
+        With an even radix the grid of full precision has no point where the anchor's has one, but half_step to either
+        side: in between, both grids are near.
+        """
+        return 0.0 if self.radix % 2 else float(half_step) / 2
+
+    def _transformed(self, x: Tensor, tensor: TensorName, wanted: float, transform: Transform) -> EntropyTables:
+        """The same for components: `wanted` is the step between values, which a basis' rows lengthen."""
+        turned = turned_back(x, transform.rope)
+        mean = torch.from_numpy(channel_statistics(turned).mean).to(x.device)
+        found = components(turned, mean, transform)
+        spread = found.to(torch.float64).var(1, correction=0).reshape(-1)
+        step = np.float32(max(wanted / transform.norm, float(found.abs().amax()) / _MAX_INDEX, _MIN_STEP))
+        half_step = np.float32(step / (2 * self.radix))
+        if tensor == "v":
+            moved = _turn(*_short_tokens(x, found), float(step), self._beside(half_step)) * float(step)
+            rows = torch.from_numpy(transform.rows.astype(np.float64)).to(x.device)
+            mean = mean + torch.bmm(moved.view(transform.blocks, 1, -1), rows).view(-1).to(torch.float32)
+            mean = round_to(mean, "bf16").to(torch.float32)
+        return EntropyTables(
+            mean=mean.cpu().numpy(),
+            order=np.argsort(spread.cpu().numpy(), kind="stable").astype(np.uint16),
+            step=step,
+            half_step=half_step,
+            transform=transform,
         )
 
     def error_bound(self, x: Tensor, tensor: TensorName, precision: Precision) -> Tensor:
@@ -128,10 +158,25 @@ def grid_through_short_vectors(x: Tensor, mean: F32, step: float, beside: float 
     length = torch.linalg.vector_norm(short, dim=2, keepdim=True).clamp_(min=1e-300)
     weight = (length / length.amin(1, keepdim=True)) ** -4
     middle = torch.from_numpy(mean).to(x.device).view(heads, dim)
-    phase = (short - middle[:, None] - beside) * (2 * torch.pi / step)
-    turn = torch.atan2((weight * phase.sin()).sum(1), (weight * phase.cos()).sum(1)) / (2 * torch.pi)
+    turn = _turn(short - middle[:, None], weight, step, beside)
     moved = middle + (turn * step).to(torch.float32)
     return round_to(moved, "bf16").to("cpu", torch.float32).reshape(-1).numpy()
+
+
+def _turn(short: Tensor, weight: Tensor, step: float, beside: float) -> Tensor:
+    """Weighted circular mean over tokens (dim 1) of where `short` [B, S, n] lies in its bin, in bins; f64 [B, n]."""
+    phase = (short - beside) * (2 * torch.pi / step)
+    return torch.atan2((weight * phase.sin()).sum(1), (weight * phase.cos()).sum(1)) / (2 * torch.pi)
+
+
+def _short_tokens(x: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
+    """Components [blocks, S, n] of the tokens whose values x [H, T, D] are short in some head, f64, and their weights
+    [S, 1]: a block may hold several heads, so here a token counts by its shortest one.
+    """
+    lengths = torch.linalg.vector_norm(x, dim=2, dtype=torch.float32).clamp_(min=1e-30)
+    ratio = (lengths / lengths.amin(1, keepdim=True)).amin(0)
+    nearest, tokens = ratio.topk(min(_SHORT_VECTORS, x.shape[1]), largest=False)
+    return found[:, tokens].to(torch.float64), nearest.to(torch.float64)[:, None] ** -4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,3 +199,11 @@ class Fast(Uniform):
     key_step: float = 0.19
     value_step: float = 0.41
     radix: int = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compact(Uniform):
+    """`default`'s fidelity in about 3.3 and 6.3 bits an element, with a basis of the model (`lynxkv calibrate`)."""
+
+    name: ClassVar[str] = "compact"
+    needs_basis: ClassVar[bool] = True

@@ -26,6 +26,7 @@ from lynxkv.fetch.options import FetchOptions
 from lynxkv.fetch.scheduler import Lane, Scheduler
 from lynxkv.fetch.span import SpanReader, lane_of
 from lynxkv.fetch.stream import SegmentPayload, SegmentRange, SegmentStream
+from lynxkv.format.basis import Basis
 from lynxkv.format.content import check_content
 from lynxkv.format.document import ANCHOR_NAME
 from lynxkv.format.read import ShardHead
@@ -198,6 +199,16 @@ class CacheReader:
             return None
         raw = self._one(self.spans[-1], "logits")
         return None if raw is None else raw.view("<f4")
+
+    def bases(self) -> list[Basis | None]:
+        """The basis of each of `spans` that has one: from this user's own, or else from beside it, and then kept.
+
+        Raises:
+            CacheNotFoundError: it is in neither place.
+            FetchError: the store cannot deliver it.
+            FormatError: it is damaged, or does not fit.
+        """
+        return [span.basis() for span in self.spans]
 
     def prefix_sha256(self) -> U8 | None:
         """The digests [blocks, 32] of all blocks up to the end of the cache that was named, or None if it has none."""

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import groupby
 from typing import TypeVar
 
-from lynxkv.errors import BindingError, CacheNotFoundError, ChecksumError, FetchError, FormatError, TruncatedError
+from lynxkv.bases import bases_beside, checked_basis, known_basis, save_basis
+from lynxkv.errors import (
+    BindingError,
+    CacheNotFoundError,
+    ChecksumError,
+    FetchError,
+    FormatError,
+    InputError,
+    TruncatedError,
+)
 from lynxkv.fetch.disk_cache import DiskCache, ShardCopy
 from lynxkv.fetch.head import Front, read_head
 from lynxkv.fetch.options import FetchOptions
 from lynxkv.fetch.ranges import Fetched, RangeReader
 from lynxkv.fetch.scheduler import Lane, Scheduler
 from lynxkv.fetch.stream import SegmentPayload, SegmentRange, ranges
+from lynxkv.format.basis import Basis
 from lynxkv.format.document import ANCHOR_NAME
 from lynxkv.format.index import Segment
 from lynxkv.format.read import (
@@ -26,7 +36,7 @@ from lynxkv.format.read import (
     read_anchor_head,
     read_residual_head,
 )
-from lynxkv.layout import CacheHeader, ResidualRef, Span
+from lynxkv.layout import CacheHeader, ResidualRef, Span, TransformRef
 from lynxkv.store import Link, Store, Url
 from lynxkv.store.transport import Transport, transport_for
 
@@ -64,7 +74,7 @@ class SpanReader:
         self.store = Store(url)
         self.url = self.store.url
         self.number = number
-        self._scheduler, self._options, self._ahead = scheduler, options, ahead
+        self._scheduler, self._options, self._ahead, self._link = scheduler, options, ahead, link
         # Of shards on other machines, on this one's disk.
         self._disk = disk
         self._copies: dict[str, ShardCopy] = {}
@@ -76,6 +86,7 @@ class SpanReader:
         self._residual_front: Front | None = None
         self._kept_head: ShardHead | None = None
         self._part: Span | None = None
+        self._basis: Basis | None = None
         self._residual_bytes: tuple[int, int] | None = None  # to full, and from there to exact; once known
 
     async def open(self) -> None:
@@ -227,6 +238,19 @@ class SpanReader:
         """What reads a shard."""
         return self._ranges if name == ANCHOR_NAME else self._residual_ranges
 
+    def basis(self) -> Basis | None:
+        """The basis whose components are coded, or None; raises as `CacheReader.bases`."""
+        ref = self.header.transform
+        if ref is not None and self._basis is None:
+            basis = known_basis(ref)
+            if basis is None:
+                basis = self._fetch_basis(ref)
+                with suppress(InputError):  # it is here all the same
+                    save_basis(basis)
+            basis.check_fits(self.header)
+            self._basis = basis
+        return self._basis
+
     def close(self) -> None:
         """Nothing more will be read."""
         self._ranges.transport.close()
@@ -235,6 +259,17 @@ class SpanReader:
     def _reader_of(self, store: Store, link: Link | None) -> RangeReader:
         transport: Transport = transport_for(store, self._options.transport, self._scheduler.workers)
         return RangeReader(store.url, transport, self._options, link)
+
+    def _fetch_basis(self, ref: TransformRef) -> Basis:
+        reader = self._reader_of(bases_beside(self.store), self._link)
+        try:
+            data = self._scheduler.submit(Lane.ANCHOR, partial(reader.fetch, ref.name, 0, ref.bytes)).result().data
+        except CacheNotFoundError as error:
+            hint = f"copy {ref.name} there from beside the original, or encode the cache again"
+            raise CacheNotFoundError(f"{reader.url}: the basis {ref.name} is missing", hint=hint) from error
+        finally:
+            reader.transport.close()
+        return checked_basis(bytes(data), ref, what=f"{reader.url}/{ref.name}")
 
     def _needed(self, segments: Iterable[Segment]) -> Iterator[Segment]:
         return (segment for segment in segments if _is_needed(self.part, segment))

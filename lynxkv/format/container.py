@@ -17,7 +17,7 @@ from lynxkv.format import strict_json
 from lynxkv.format.limits import MAX_ARRAYS, MAX_HEADER_BYTES, MAX_HEADER_DEPTH, MAX_INTEGER
 from lynxkv.layout import ALIGNMENT_BYTES, roundup
 
-ITEM_BYTES = {"U8": 1, "U16": 2, "BF16": 2, "F16": 2, "U32": 4, "F32": 4}
+ITEM_BYTES = {"U8": 1, "I8": 1, "U16": 2, "BF16": 2, "F16": 2, "U32": 4, "F32": 4}
 LENGTH_BYTES = 8
 METADATA_KEY = "lynxkv"
 

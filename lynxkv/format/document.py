@@ -25,11 +25,15 @@ from lynxkv.layout import (
     TensorName,
     TensorSpec,
     TokenRange,
+    TransformRef,
 )
 from lynxkv.packing import MAX_RADIX
 
 VERSION = "0.1"
 ANCHOR_NAME = "anchor.safetensors"
+TRANSFORM = "transform"
+FEATURES: dict[str, tuple[str, ...]] = {"anchor": (TRANSFORM,), "residual": ()}
+"""Required features that are known, by role."""
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _CODEBOOK = re.compile(r"[a-z0-9-]{1,32}")
 # A plain name: nothing that a path, a URL, a shell or a file system takes for more than a name.
@@ -45,6 +49,11 @@ def residual_name(header_sha256: str) -> str:
 def is_sibling_name(name: str) -> bool:
     """Whether a cache of this name can be another one's parent (SPEC 9.4)."""
     return _SIBLING.fullmatch(name) is not None
+
+
+def basis_file(sha256: str) -> str:
+    """The file name of a basis (SPEC 8.8)."""
+    return f"basis-{sha256[:16]}.safetensors"
 
 
 class Fields:
@@ -115,6 +124,18 @@ def parse_common(text: str, *, role: str, what: str) -> Fields:
         text, what=f"{what}: document", max_depth=limits.MAX_DOCUMENT_DEPTH, max_string=limits.MAX_STRING
     )
     fields = Fields(document, what)
+    check_version(fields, role=role, features=FEATURES[role])
+    return fields
+
+
+def check_version(fields: Fields, *, role: str, features: tuple[str, ...]) -> None:
+    """Check what all documents have: version, role, required features, writer.
+
+    Raises:
+        HeaderError: malformed, or of another role.
+        UnsupportedFormatError: another version, or a required feature that is none of `features`.
+    """
+    what = fields.where
     version = fields.string("version")
     if version != VERSION:
         raise UnsupportedFormatError(
@@ -122,12 +143,12 @@ def parse_common(text: str, *, role: str, what: str) -> Fields:
             hint="read it with the lynxkv release that wrote it",
         )
     for feature in fields.list("required", limits.MAX_ARRAYS):
-        raise UnsupportedFormatError(f"{what}: requires the feature {feature!r}", hint="a newer lynxkv may know it")
+        if feature not in features:
+            raise UnsupportedFormatError(f"{what}: requires the feature {feature!r}", hint="a newer lynxkv may know it")
     if fields.string("role") != role:
-        raise HeaderError(f"{what}: is the {fields.string('role')!r} shard of a cache, not the {role!r} one")
+        raise HeaderError(f"{what}: is a {fields.string('role')!r}, not the {role!r} that is wanted")
     for name in ("tool", "version"):
         fields.object("writer").string(name)
-    return fields
 
 
 def parse_anchor_document(text: str, *, what: str) -> CacheHeader:
@@ -138,8 +159,6 @@ def parse_anchor_document(text: str, *, what: str) -> CacheHeader:
         UnsupportedFormatError: another version or an unknown required feature.
     """
     fields = parse_common(text, role="anchor", what=what)
-    if fields.any("transform") is not None:
-        raise UnsupportedFormatError(f"{what}: uses the reserved field 'transform'")
     tokens = fields.object("tokens")
     span = TokenRange(
         start=tokens.integer("start", 0, limits.MAX_TOKENS),
@@ -175,8 +194,11 @@ def parse_anchor_document(text: str, *, what: str) -> CacheHeader:
         identity=_identity(fields.object("identity")),
         logits_tokens=fields.optional("logits", lambda name: _logits(fields.object(name))),
         parent=fields.optional("parent", lambda name: _parent(fields.object(name), span)),
+        transform=fields.optional("transform", lambda name: _transform(fields.object(name))),
         writer=fields.object("writer").value,
     )
+    if (header.transform is not None) != (TRANSFORM in fields.list("required", limits.MAX_ARRAYS)):
+        raise HeaderError(f"{what}: the feature {TRANSFORM!r} is required exactly where a transform is named")
     if header.parent is not None and any(layer.kind != "full" for layer in layers):
         raise HeaderError(f"{what}: a cache with sliding layers cannot continue another")
     segments = sum(-(-ref.coded_tokens // ref.coding.segment_tokens) for ref in header.tensors)
@@ -194,7 +216,7 @@ def render_anchor_document(header: CacheHeader) -> dict[str, Any]:
         "version": header.version,
         "role": "anchor",
         "cache_id": header.cache_id,
-        "required": [],
+        "required": [TRANSFORM] if header.transform else [],
         "index_sha256": header.index_sha256,
         "dtype": header.dtype,
         "tokens": asdict(header.tokens),
@@ -205,7 +227,7 @@ def render_anchor_document(header: CacheHeader) -> dict[str, Any]:
         "identity": asdict(header.identity),
         "writer": header.writer,
         "parent": asdict(header.parent) if header.parent else None,
-        "transform": None,
+        "transform": asdict(header.transform) if header.transform else None,
         "logits": {"tokens": header.logits_tokens} if header.logits_tokens else None,
     }
 
@@ -306,6 +328,14 @@ def _residual(fields: Fields) -> ResidualRef:
         bytes=fields.integer("bytes", 64, limits.MAX_INTEGER - 1),
         exact_bytes=fields.integer("exact_bytes", 0, limits.MAX_INTEGER - 1),
     )
+
+
+def _transform(fields: Fields) -> TransformRef:
+    digest = fields.hex64("sha256")
+    if fields.string("name") != basis_file(digest):
+        raise HeaderError(f"{fields.where}: name is not {basis_file(digest)}")
+    size = fields.integer("bytes", 64, limits.MAX_BASIS_BYTES)
+    return TransformRef(name=basis_file(digest), sha256=digest, bytes=size)
 
 
 def _identity(fields: Fields) -> Identity:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from lynxkv.errors import InputError
 from lynxkv.kernels.paged import Out, Paged
-from lynxkv.kernels.tables import ChannelStatistics, EntropyTables, FixedTables, Tables
+from lynxkv.kernels.tables import ChannelStatistics, EntropyTables, FixedTables, Rope, Tables, Transform, tables_at
+from lynxkv.kernels.transform import exact_product, index_tables, spec_of_components, to_components
 from lynxkv.layout import Coding, TensorSpec
 
 U8 = npt.NDArray[np.uint8]
@@ -40,6 +41,17 @@ class Backend(Protocol):
         self, anchor: U8, residual: U8 | None, coding: Coding, tables: Tables, spec: TensorSpec, dtype: str, out: Out
     ) -> None: ...
 
+    def place_components(
+        self,
+        sums: Tensor,
+        tables: EntropyTables,
+        transform: Transform,
+        spec: TensorSpec,
+        step: float,
+        dtype: str,
+        out: Out,
+    ) -> None: ...
+
     def channel_statistics(self, x: Tensor) -> ChannelStatistics: ...
 
     def pack_exact(self, original: U16, full: U16, dtype: str) -> U8: ...
@@ -55,6 +67,8 @@ def quantize(x: Tensor, coding: Coding, tables: Tables) -> tuple[U8, U8 | None]:
     Raises:
         InputError: LYNXKV_BACKEND names no usable backend.
     """
+    if isinstance(tables, EntropyTables) and tables.transform is not None:
+        x, tables = to_components(x, tables, tables.transform)
     return backend(x.device.type).quantize(x, coding, tables)
 
 
@@ -71,7 +85,16 @@ def dequantize(
         ContentError: codes, escapes or parameters that SPEC 8 forbids.
         InputError: LYNXKV_BACKEND names no usable backend.
     """
-    backend(out.device.type).dequantize(anchor, residual, coding, tables, spec, dtype, out)
+    own = backend(out.device.type)
+    transform = tables.transform if isinstance(tables, EntropyTables) else None
+    if not isinstance(tables, EntropyTables) or transform is None:
+        own.dequantize(anchor, residual, coding, tables, spec, dtype, out)
+        return
+    index = torch.empty(transform.blocks, out.shape[1], transform.size, device=out.device)
+    inner = spec_of_components(transform, spec)
+    own.dequantize(anchor, residual, coding, index_tables(tables), inner, "fp32", index)
+    step = float(tables.step if residual is None else tables.half_step)
+    own.place_components(exact_product(index, transform), tables, transform, spec, step, dtype, out)
 
 
 def channel_statistics(x: Tensor) -> ChannelStatistics:
@@ -156,12 +179,15 @@ __all__ = [
     "FixedTables",
     "Out",
     "Paged",
+    "Rope",
     "Tables",
+    "Transform",
     "backend",
     "channel_statistics",
     "dequantize",
     "named_backend",
     "pack_exact",
     "quantize",
+    "tables_at",
     "unpack_exact",
 ]

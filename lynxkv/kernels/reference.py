@@ -17,7 +17,8 @@ from lynxkv.exact import pack_exact as pack_exact
 from lynxkv.exact import unpack_exact as unpack_exact
 from lynxkv.kernels.paged import Out, write
 from lynxkv.kernels.rounding import TORCH_DTYPES, round_to
-from lynxkv.kernels.tables import ChannelStatistics, EntropyTables, FixedTables, Tables
+from lynxkv.kernels.tables import ChannelStatistics, EntropyTables, FixedTables, Tables, Transform
+from lynxkv.kernels.transform import values_of
 from lynxkv.layout import Coding, EntropyCoding, FixedCoding, RawCoding, TensorSpec
 from lynxkv.packing import pack_digits, pack_rows, pack_symbols, unpack_digits, unpack_rows, unpack_symbols
 
@@ -61,6 +62,19 @@ def dequantize(
     else:
         raise TypeError(f"{type(tables).__name__} does not go with {type(coding).__name__}")
     write(out, round_to(values, dtype))
+
+
+def place_components(
+    sums: Tensor,
+    tables: EntropyTables,
+    transform: Transform,
+    spec: TensorSpec,
+    step: float,
+    dtype: str,
+    out: Out,
+) -> None:
+    """Store the values of sums [blocks, T, n] (SPEC 8.8) in `out` [H, T, D], on any device."""
+    write(out, round_to(values_of(sums, tables, transform, spec, step), dtype))
 
 
 def channel_statistics(x: Tensor) -> ChannelStatistics:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+
+from lynxkv.errors import InputError
+from lynxkv.format.basis import FINE_POSITIONS, Basis, RopeTables
+from lynxkv.layout import CacheHeader, TensorRef
 
 F32 = npt.NDArray[np.float32]
 
@@ -107,13 +111,93 @@ class FixedTables:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rope:
+    """How tokens are turned: `tables` by position, and the position of the first token."""
+
+    tables: RopeTables
+    first: int
+
+    def angles(self, tokens: int) -> tuple[F32, F32]:
+        """Cosines and sines [tokens, m] of the first `tokens` tokens; every operation rounds to f32 (SPEC 8.8)."""
+        position = np.arange(self.first, self.first + tokens)
+        coarse = self.tables.coarse[position // FINE_POSITIONS]
+        fine = self.tables.fine[position % FINE_POSITIONS]
+        cos = coarse[..., 0] * fine[..., 0] - coarse[..., 1] * fine[..., 1]
+        sin = coarse[..., 1] * fine[..., 0] + coarse[..., 0] * fine[..., 1]
+        return cos, sin
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transform:
+    """The basis whose components are coded instead of channels: `rows` [blocks, n, n] i8, then the rope, if any."""
+
+    rows: npt.NDArray[np.int8]
+    rope: Rope | None = None
+
+    @classmethod
+    def of(cls, basis: Basis, header: CacheHeader, ref: TensorRef) -> Transform:
+        """That of one tensor's coded tokens."""
+        own = basis.layers[ref.layer][ref.name]
+        if own.rope is None:
+            return cls(rows=own.rows)
+        first = header.layers[ref.layer].start + ref.sinks
+        return cls(rows=own.rows, rope=Rope(tables=basis.ropes[own.rope], first=first))
+
+    @property
+    def blocks(self) -> int:
+        return int(self.rows.shape[0])
+
+    @property
+    def size(self) -> int:
+        """n: components of a block."""
+        return int(self.rows.shape[1])
+
+    @cached_property
+    def weight(self) -> int:
+        """The largest sum of magnitudes that lead to one channel: how much an index can grow."""
+        return int(np.abs(self.rows.astype(np.int64)).sum(1).max())
+
+    @cached_property
+    def norm(self) -> float:
+        """Root mean square length of the rows."""
+        return float(np.sqrt(np.square(self.rows.astype(np.float64)).sum(2).mean()))
+
+    @cached_property
+    def inverse(self) -> F32:
+        """What leads from channels to components, [blocks, n, n].
+
+        Raises:
+            InputError: there is no such thing.
+        """
+        try:
+            inverse = np.linalg.inv(self.rows.astype(np.float64))
+        except np.linalg.LinAlgError as error:
+            raise InputError("the basis has no inverse", hint="calibrate the model again") from error
+        return inverse.astype(np.float32)
+
+    def at(self, token: int) -> Transform:
+        """The same for tokens from `token` on."""
+        if self.rope is None:
+            return self
+        moved = replace(self, rope=replace(self.rope, first=self.rope.first + token))
+        for known in ("weight", "norm", "inverse"):
+            if known in self.__dict__:
+                moved.__dict__[known] = self.__dict__[known]
+        return moved
+
+
+@dataclass(frozen=True, kw_only=True)
 class EntropyTables:
-    """Channel means [N] (f32, exact in bf16), stored channel order [N], step and half-step of the tensor."""
+    """Channel means [N] (f32, exact in bf16), stored order [N] of channels or components, step and half-step.
+
+    With `transform` the steps are those of its components.
+    """
 
     mean: F32
     order: npt.NDArray[np.uint16]
     step: np.float32
     half_step: np.float32
+    transform: Transform | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,3 +212,10 @@ class ChannelStatistics:
 
 
 Tables = FixedTables | EntropyTables | None
+
+
+def tables_at(tables: Tables, token: int) -> Tables:
+    """What decodes the tokens from `token` on, where `tables` are those of a tensor's coded tokens."""
+    if not isinstance(tables, EntropyTables) or tables.transform is None:
+        return tables
+    return replace(tables, transform=tables.transform.at(token))

@@ -173,6 +173,19 @@ class Store:
             self._check_path()
             self._writer.probe()
 
+    def put(self, name: str, shard: Shard) -> None:
+        """Write one object, unless one of this name and size is there: names say what objects hold.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        self._check_path()
+        with contextlib.suppress(CacheNotFoundError):
+            if self.size(name) == shard.bytes:
+                return
+        with writing(self.url):
+            self._writer.put(name, shard.buffers, overwrite=True)
+
     @contextlib.contextmanager
     def starting_anchor(self) -> Iterator[Upload | None]:
         """An upload of the Anchor, to `send` to while it is made and then to `publish`; None where that is of no use.

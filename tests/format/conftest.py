@@ -13,6 +13,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 _COUNTS = pytest.StashKey[list[str]]()
 
 
+@pytest.fixture(autouse=True)
+def _own_home(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Bases of vectors are not kept among the user's own."""
+    monkeypatch.setenv("LYNXKV_HOME", str(tmp_path_factory.mktemp("home")))
+
+
 @pytest.fixture
 def report(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """Add a line to pytest's closing summary."""

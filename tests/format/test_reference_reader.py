@@ -139,7 +139,7 @@ def test_corrections_reach_every_finite_pattern(dtype: str) -> None:
     infinity = 0x7F80 if dtype == "bf16" else 0x7C00
     patterns = np.array([bits for bits in range(1 << 16) if bits & infinity != infinity])
     tensor = reference_reader.Tensor(
-        number=0, layer=0, name="latent", heads=1, head_dim=len(patterns), coding={}, sinks=0, coded=1
+        number=0, layer=0, name="latent", heads=1, head_dim=len(patterns), coding={}, sinks=0, coded=1, first=0
     )
     for full in (0, 0x8000, 0x3C01, 0xC123, infinity - 1, (infinity - 1) | 0x8000):
         # The patterns in rising order are 0xFFFF down to 0x8000, then 0 up.

@@ -105,7 +105,7 @@ def decoded(url: str, precision: Precision) -> KV:
         with pytest.raises(lynxkv.InputError):
             lynxkv.load(url, precision="exact")
         destination = KVDestination(reader.extent)
-        decoder = CacheDecoder(reader.extent, destination)
+        decoder = CacheDecoder(reader.extent, destination, bases=reader.bases())
         for payload in reader.stream_anchor():
             decoder.anchor(payload)
         for payload in reader.start_residual(exact=True) if reader.extent.has_residual else ():

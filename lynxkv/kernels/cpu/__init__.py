@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lynxkv.kernels import reference
+from lynxkv.kernels.cpu import components
 from lynxkv.kernels.cpu.entropy_dequantize import dequantize_entropy
 from lynxkv.kernels.cpu.entropy_quantize import quantize_entropy
 from lynxkv.kernels.cpu.exact import pack_exact, unpack_exact
@@ -15,7 +16,7 @@ from lynxkv.kernels.cpu.memory import U8, destination
 from lynxkv.kernels.cpu.statistics import channel_statistics
 from lynxkv.kernels.paged import Out, write
 from lynxkv.kernels.rounding import TORCH_DTYPES
-from lynxkv.kernels.tables import EntropyTables, FixedTables, Tables
+from lynxkv.kernels.tables import EntropyTables, FixedTables, Tables, Transform
 from lynxkv.layout import Coding, EntropyCoding, FixedCoding, RawCoding, TensorSpec
 
 
@@ -50,4 +51,21 @@ def dequantize(
         raise TypeError(f"{type(tables).__name__} does not go with {type(coding).__name__}")
 
 
-__all__ = ["channel_statistics", "dequantize", "pack_exact", "quantize", "unpack_exact"]
+def place_components(
+    sums: Tensor,
+    tables: EntropyTables,
+    transform: Transform,
+    spec: TensorSpec,
+    step: float,
+    dtype: str,
+    out: Out,
+) -> None:
+    """As `reference.place_components`, with the same bits."""
+    place = destination(out, dtype)
+    if place is None:
+        reference.place_components(sums, tables, transform, spec, step, dtype, out)
+    else:
+        components.place_components(sums.contiguous().numpy(), tables, transform, spec, step, place)
+
+
+__all__ = ["channel_statistics", "dequantize", "pack_exact", "place_components", "quantize", "unpack_exact"]

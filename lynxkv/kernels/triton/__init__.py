@@ -28,6 +28,8 @@ channel_statistics, pack_exact, unpack_exact = (
     reference.pack_exact,
     reference.unpack_exact,
 )
+# A matrix product's neighbour: a few passes of torch's own kernels, each of which rounds once.
+place_components = reference.place_components
 
 # While it runs a kernel, the interpreter replaces functions of Triton's language for the whole process.
 _one_at_a_time = threading.RLock() if os.environ.get("TRITON_INTERPRET") == "1" else nullcontext()
@@ -74,4 +76,4 @@ def dequantize(
         raise TypeError(f"{type(tables).__name__} does not go with {type(coding).__name__}")
 
 
-__all__ = ["channel_statistics", "dequantize", "pack_exact", "quantize", "unpack_exact"]
+__all__ = ["channel_statistics", "dequantize", "pack_exact", "place_components", "quantize", "unpack_exact"]

@@ -1,0 +1,61 @@
+"""`lynxkv calibrate`: a model's basis, once, for smaller caches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lynxkv_cli._errors import UsageProblem
+from lynxkv_cli._options import Json, Model, Quiet, read_text
+from lynxkv_cli._output import Output, size
+
+HELP = """Example: lynxkv calibrate --model smollm2
+
+Find a model's basis: the directions in which its keys and values vary.
+
+It is made once a model, from a few texts, in the time of their prefill. `lynxkv encode --codec compact` then needs
+about 0.7 bits an element less than `default` at the same fidelity. The basis is kept among this user's own, where
+encode looks for it, and published beside every cache that needs it; readers fetch it once.
+"""
+
+
+def calibrate(
+    model: Model = None,
+    documents: Annotated[
+        list[str] | None,
+        typer.Option("--document", metavar="@FILE", help="Use this text instead of Python's own; may be given again."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(metavar="N", min=64, help="Tokens of each text.")] = 2048,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write it here too, to be given as --basis.")
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Calibrate `model`."""
+    output = Output.of(as_json=as_json, quiet=quiet)
+    if model is None:
+        raise UsageProblem("no model is named", hint="add --model smollm2")
+    texts = [read_text(text, name="document", note=output.note) for text in documents or ()]
+    import lynxkv
+    from lynxkv.bases import save_basis
+
+    loaded = lynxkv.load_model(model, report=output.note)
+    with output.progress() as progress:
+        basis = lynxkv.calibrate(loaded, texts or None, tokens=tokens, progress=progress)
+    path = save_basis(basis)
+    if out is not None:
+        path = save_basis(basis, out)
+    output.result(
+        {
+            "path": str(path),
+            "sha256": basis.sha256,
+            "bytes": len(basis.data),
+            "model_id": basis.model_id,
+            "layers": len(basis.layers),
+        }
+    )
+    output.data(str(path))
+    output.note(f"a basis of {len(basis.layers)} layers, {size(len(basis.data))}")

@@ -1,0 +1,113 @@
+"""Where bases are found: among this user's own, and beside the caches that name them. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+from lynxkv.errors import ChecksumError, FormatError, InputError
+from lynxkv.format.basis import Basis, parse_basis
+from lynxkv.format.document import basis_file
+from lynxkv.format.write import Shard
+from lynxkv.home import cache_home
+from lynxkv.layout import TransformRef
+from lynxkv.store import Store
+
+CALIBRATE_HINT = "make one with: lynxkv calibrate --model MODEL"
+
+
+def bases_folder() -> Path:
+    """The folder of this user's bases."""
+    return cache_home() / "bases"
+
+
+def load_basis(path: str | os.PathLike[str]) -> Basis:
+    """The basis in a file.
+
+    Raises:
+        InputError: the file cannot be read.
+        FormatError: it is not a basis.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read the basis {path}: {error.strerror}", hint=CALIBRATE_HINT) from error
+    return parse_basis(data, what=str(path))
+
+
+def save_basis(basis: Basis, path: str | os.PathLike[str] | None = None) -> Path:
+    """Write a basis to `path`, or among this user's own; whole or not at all.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    target = Path(path) if path is not None else bases_folder() / basis.ref.name
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, part = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(basis.data)
+            Path(part).replace(target)
+        except BaseException:
+            Path(part).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        hint = "give another --out" if path is not None else "set LYNXKV_HOME to a writable folder"
+        raise InputError(f"cannot write the basis {target}: {error.strerror}", hint=hint) from error
+    return target
+
+
+def find_basis(fingerprint: str) -> Basis | None:
+    """The newest of this user's bases for the model with this fingerprint; damaged files are passed over."""
+    try:
+        files = sorted(bases_folder().glob("basis-*.safetensors"), key=lambda path: path.stat().st_mtime, reverse=True)
+    except OSError:
+        return None
+    for path in files:
+        try:
+            basis = load_basis(path)
+        except (FormatError, InputError):
+            continue
+        if basis.fingerprint == fingerprint and path.name == basis.ref.name:
+            return basis
+    return None
+
+
+def known_basis(ref: TransformRef) -> Basis | None:
+    """The basis that a cache names, if it is among this user's own, undamaged."""
+    path = bases_folder() / ref.name
+    try:
+        return checked_basis(path.read_bytes(), ref, what=str(path))
+    except (OSError, FormatError):
+        return None
+
+
+def checked_basis(data: bytes, ref: TransformRef, *, what: str) -> Basis:
+    """A basis from bytes that have to be those of `ref`.
+
+    Raises:
+        ChecksumError: they are not.
+        FormatError: they are, and no basis all the same.
+    """
+    if len(data) != ref.bytes or hashlib.sha256(data).hexdigest() != ref.sha256:
+        raise ChecksumError(f"{what}: is not the basis that the cache names", hint="it is damaged; copy it again")
+    return parse_basis(data, what=what)
+
+
+def bases_beside(store: Store) -> Store:
+    """The folder or prefix that a cache lies in, where its basis is published."""
+    return Store.of_residuals(store.folder or ".")
+
+
+def publish_basis(basis: Basis, store: Store) -> None:
+    """Put a basis beside the cache at `store`, unless it is there.
+
+    Raises:
+        StoreError: it cannot be written.
+    """
+    beside, digest = bases_beside(store), basis.sha256
+    shard = Shard(buffers=(basis.data,), bytes=len(basis.data), header_bytes=0, header_sha256=digest)
+    beside.put(basis_file(digest), shard)
