@@ -43,6 +43,7 @@ class LayerGroup:
 class InspectReport:
     """What `inspect` says of a cache. Sizes in bytes; bits an element count everything, headers included.
 
+    `basis` names that of the model, if the codes are of its components; it is no part of the cache, nor of its sizes.
     `residual_problem` says why the Residual could not be read: its bytes are then as the Anchor states them, and
     `parts` has none of them. `orphans` are Residuals of earlier encodes in the same prefix.
     """
@@ -53,6 +54,7 @@ class InspectReport:
     dtype: str
     codec: str
     codec_params: dict[str, Any]
+    basis: str | None
     identity: Identity
     tokens: TokenRange
     parent: Parent | None
@@ -122,6 +124,7 @@ def inspect(url: Url, *, link: Link | None = None) -> InspectReport:
             dtype=header.dtype,
             codec=header.codec_name,
             codec_params=header.codec_params,
+            basis=header.transform.name if header.transform is not None else None,
             identity=header.identity,
             tokens=header.tokens,
             parent=header.parent,

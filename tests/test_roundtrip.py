@@ -49,7 +49,7 @@ def check_against(decoded: KV, original: KV, codec: str, dtype: Dtype, precision
                 assert bool(((tensor[:, sinks:].float() - x).abs() <= bound).all())
 
 
-@pytest.mark.parametrize("codec", list(CODECS))
+@pytest.mark.parametrize("codec", [name for name, codec in CODECS.items() if not codec.needs_basis])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_every_codec_in_every_dtype(codec: str, dtype: Dtype, tmp_path: Path) -> None:
     kv = random_kv(tokens=600, outlier=100.0)

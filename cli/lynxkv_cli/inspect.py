@@ -116,6 +116,7 @@ def describe(report: InspectReport) -> str:
         ("continues", None if report.parent is None else _continued(report.parent)),
         ("layers", "; ".join(_layers(report))),
         ("codec", " ".join([report.codec, *(f"{name}={value}" for name, value in report.codec_params.items())])),
+        ("basis", report.basis),
         ("dtype", report.dtype),
         ("format", f"{report.version}, written by {report.writer.get('tool')} {report.writer.get('version')}"),
         ("cache id", report.cache_id),

@@ -1,0 +1,210 @@
+"""A model's basis: found for every family, smaller caches as good as before, found again by whoever reads them."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import lynxkv
+from lynxkv import BindingError, CacheNotFoundError, ChecksumError, HeaderError, InputError, StoreError
+from lynxkv.bases import find_basis, known_basis, load_basis, save_basis
+from lynxkv.calibration import calibrate
+from lynxkv.fidelity import nmse
+from lynxkv.format.basis import Basis, parse_basis
+from lynxkv.integrations.hf import Model
+from lynxkv.kv import KV
+from lynxkv.layout import Precision
+from lynxkv.testing.tiny_models import FAMILIES, tiny_model
+
+
+@pytest.fixture(autouse=True)
+def _own_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LYNXKV_HOME", str(tmp_path / "home"))
+
+
+def words(count: int, seed: int) -> str:
+    generator = torch.Generator().manual_seed(seed)
+    return " ".join(f"w{number}" for number in torch.randint(3, 48, (count,), generator=generator).tolist())
+
+
+def with_related_channels(model: Model) -> Model:
+    """The same with weights under which the channels of keys and values depend on each other, as real ones do."""
+    for name, module in model.hf.named_modules():
+        if isinstance(module, torch.nn.Linear) and name.endswith(("k_proj", "v_proj", "qkv_proj")):
+            rows = slice(-32, None) if name.endswith("qkv_proj") else slice(None)
+            with torch.no_grad():
+                left, _, right = torch.linalg.svd(module.weight[rows], full_matrices=False)
+                module.weight[rows] = left * 3 * 0.6 ** torch.arange(len(right)) @ right
+    return model
+
+
+def basis_of(model: Model) -> Basis:
+    return calibrate(model, [words(200, 1), words(200, 2)], tokens=200)
+
+
+def cache_of(model: Model, seed: int = 9) -> KV:
+    ids = torch.randint(3, 48, (300,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return lynxkv.prefill(model, ids)
+
+
+def error(kv: KV, original: KV) -> float:
+    """Of keys and values together, without the sinks, which are exact either way."""
+    found = [
+        nmse(layer.tensors[name][:, 4:].float(), own.tensors[name][:, 4:].float())
+        for layer, own in zip(kv.layers, original.layers, strict=True)
+        for name in ("k", "v")
+    ]
+    return sum(found) / len(found)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "mistral"])
+def test_caches_of_every_family_are_smaller_and_as_good(family: str, tmp_path: Path) -> None:
+    model = with_related_channels(tiny_model(family))
+    basis, kv = basis_of(model), cache_of(model)
+    plain, compact = str(tmp_path / "plain.lynx"), str(tmp_path / "compact.lynx")
+    lynxkv.encode(kv, plain, identity=model.identity)
+    lynxkv.encode(kv, compact, codec="compact", basis=basis, identity=model.identity, exact=True)
+    lynxkv.check(compact)
+    precisions: tuple[Precision, ...] = ("anchor", "full")
+    for precision in precisions:
+        ours, theirs = (error(lynxkv.load(url, precision=precision), kv) for url in (compact, plain))
+        assert ours < 1.15 * theirs
+    sizes = {url: coded_bytes(url) for url in (plain, compact)}
+    assert sizes[compact] < 0.9 * sizes[plain]
+    exact = lynxkv.load(compact, precision="exact")
+    for layer, own in zip(exact.layers, kv.layers, strict=True):
+        for name, tensor in layer.tensors.items():
+            assert torch.equal(tensor, own.tensors[name].bfloat16())
+
+
+def coded_bytes(url: str) -> int:
+    return sum(part.bytes for part in lynxkv.inspect(url).parts if (part.shard, part.name) == ("anchor", "codes"))
+
+
+def test_ropes_are_found_where_they_are() -> None:
+    assert {own["k"].rope for own in basis_of(tiny_model("llama")).layers} == {"main"}
+    partial = basis_of(tiny_model("phi"))
+    assert partial.ropes["main"].pairs < 4
+    gemma = basis_of(tiny_model("gemma3", rope_parameters={
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+        "full_attention": {"rope_type": "default", "rope_theta": 100_000.0},
+    }))  # fmt: skip
+    assert [own["k"].rope for own in gemma.layers] == ["sliding-attention", "full-attention", "sliding-attention"]
+    assert all(own["v"].rope is None for own in gemma.layers)
+
+
+def test_text_over_a_compact_cache_is_that_of_its_full_values(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    url = str(tmp_path / "a.lynx")
+    lynxkv.encode(cache_of(model), url, codec="compact", basis=basis_of(model), identity=model.identity)
+    with lynxkv.open(url) as reader:
+        drafted = lynxkv.generate(reader, model, [5, 6, 7], max_new_tokens=20, speculate=6)
+    with lynxkv.open(url) as reader:
+        plain = lynxkv.generate(reader, model, [5, 6, 7], max_new_tokens=20, speculate="off")
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.drafted > 0
+
+
+def test_a_basis_survives_its_file_and_is_found_by_model(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    basis = basis_of(model)
+    assert model.identity.fingerprint is not None
+    assert find_basis(model.identity.fingerprint) is None
+    path = save_basis(basis)
+    again = load_basis(path)
+    assert again.sha256 == basis.sha256
+    assert np.array_equal(again.layers[1]["k"].rows, basis.layers[1]["k"].rows)
+    assert np.array_equal(again.ropes["main"].coarse, basis.ropes["main"].coarse)
+    found = find_basis(model.identity.fingerprint)
+    assert found is not None
+    assert found.sha256 == basis.sha256
+    assert find_basis("0" * 64) is None
+    path.write_bytes(path.read_bytes()[:-1])
+    assert find_basis(model.identity.fingerprint) is None
+    assert known_basis(basis.ref) is None
+    other = save_basis(basis, tmp_path / "mine.safetensors")
+    assert load_basis(other).sha256 == basis.sha256
+    with pytest.raises(InputError, match="cannot write"):
+        save_basis(basis, "/proc/no/such.safetensors")
+    with pytest.raises(InputError, match="cannot read"):
+        load_basis(tmp_path / "missing")
+
+
+def test_readers_elsewhere_fetch_the_basis_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    basis, kv = basis_of(model), cache_of(model)
+    url = str(tmp_path / "store" / "a.lynx")
+    lynxkv.encode(kv, url, codec="compact", basis=basis, identity=model.identity)
+    assert lynxkv.inspect(url).basis == basis.ref.name
+    beside = tmp_path / "store" / basis.ref.name
+    assert beside.read_bytes() == basis.data
+    assert known_basis(basis.ref) is None
+    first = lynxkv.load(url)
+    assert known_basis(basis.ref) is not None
+    beside.unlink()
+    assert torch.equal(lynxkv.load(url).layers[2].tensors["k"], first.layers[2].tensors["k"])
+    monkeypatch.setenv("LYNXKV_HOME", str(tmp_path / "another"))
+    with pytest.raises(CacheNotFoundError, match="basis") as caught:
+        lynxkv.load(url)
+    assert basis.ref.name in str(caught.value.hint)
+    beside.write_bytes(basis.data[:-1] + b"\0")
+    with pytest.raises(ChecksumError):
+        lynxkv.check(url)
+    beside.write_bytes(basis.data)
+    monkeypatch.setenv("LYNXKV_HOME", "/proc/nowhere")
+    lynxkv.check(url)
+
+
+def test_caches_elsewhere_share_one_basis(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    basis = basis_of(model)
+    for seed in (1, 2):
+        lynxkv.encode(cache_of(model, seed), str(tmp_path / f"{seed}.lynx"), codec="compact", basis=basis)
+    assert [path.name for path in tmp_path.glob("basis-*")] == [basis.ref.name]
+    shutil.copytree(tmp_path / "1.lynx", tmp_path / "copy.lynx")
+    lynxkv.check(str(tmp_path / "copy.lynx"))
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    basis, kv = basis_of(model), cache_of(model)
+    url = str(tmp_path / "a.lynx")
+    with pytest.raises(InputError, match="needs a basis"):
+        lynxkv.encode(kv, url, codec="compact")
+    with pytest.raises(InputError, match="takes no basis"):
+        lynxkv.encode(kv, url, codec="int8", basis=basis)
+    with pytest.raises(BindingError, match="another model"):
+        lynxkv.encode(kv, url, codec="compact", basis=basis, identity=tiny_model("llama", seed=1).identity)
+    with pytest.raises(BindingError, match="does not fit"):
+        lynxkv.encode(cache_of(tiny_model("phi")), url, codec="compact", basis=basis)
+    short = replace(basis.ropes["main"], coarse=basis.ropes["main"].coarse[:4])
+    with pytest.raises(BindingError, match="256"):
+        lynxkv.encode(kv, url, codec="compact", basis=replace(basis, ropes={"main": short}))
+    assert not list(tmp_path.glob("*.lynx"))
+    with pytest.raises(HeaderError):
+        parse_basis((Path(__file__).parents[1] / "format_spec/vectors/valid/single-token.lynx/anchor.safetensors")
+                    .read_bytes(), what="an Anchor")  # fmt: skip
+
+
+def test_texts_that_are_too_short_are_refused() -> None:
+    model = tiny_model("llama")
+    with pytest.raises(InputError, match="are needed"):
+        calibrate(model, [words(20, 1)], tokens=200)
+    with pytest.raises(InputError, match="too few"):
+        calibrate(model, [words(20, 1)], tokens=12)
+    with pytest.raises(InputError, match="no texts"):
+        calibrate(model, [])
+
+
+def test_a_store_that_takes_no_basis_gets_no_cache(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    basis = basis_of(model)
+    (tmp_path / basis.ref.name).mkdir()
+    with pytest.raises(StoreError):
+        lynxkv.encode(cache_of(model), str(tmp_path / "a.lynx"), codec="compact", basis=basis)
+    assert not (tmp_path / "a.lynx" / "anchor.safetensors").exists()
