@@ -76,6 +76,18 @@ def find_basis(fingerprint: str) -> Basis | None:
     return None
 
 
+def basis_of(fingerprint: str | None) -> Basis:
+    """The newest of this user's bases for the model with this fingerprint.
+
+    Raises:
+        InputError: there is none, or the model is not known.
+    """
+    basis = find_basis(fingerprint) if fingerprint is not None else None
+    if basis is None:
+        raise InputError("the codec needs a basis of the model", hint=CALIBRATE_HINT)
+    return basis
+
+
 def known_basis(ref: TransformRef) -> Basis | None:
     """The basis that a cache names, if it is among this user's own, undamaged."""
     path = bases_folder() / ref.name

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lynxkv._version import __version__
-from lynxkv.bases import publish_basis
+from lynxkv.bases import CALIBRATE_HINT, basis_of, publish_basis
 from lynxkv.codecs import Codec, get_codec
 from lynxkv.codecs.base import Place
 from lynxkv.continuing import Continuation
@@ -106,7 +106,8 @@ def encode(
 
     Args:
         basis: of the model, from `lynxkv calibrate`: its components are coded instead of channels, in fewer bits. The
-            codec `compact` needs one; `default`, `quality` and `fast` take one. Published beside the cache too, once.
+            codec `compact` needs one; `default`, `quality` and `fast` take one. Published beside the cache too, once. Where
+            none is given and the codec needs one, it is that which calibrate has kept for the model.
         exact: add what leads from full precision back to the original, bit by bit.
         logits: of the last position, [V] f32, from the run that computed `kv`; stored whole (SPEC 9.3).
         store_token_ids: False keeps only the digests of the token ids.
@@ -124,6 +125,8 @@ def encode(
         BindingError: the basis does not fit the cache, or is of another model.
         StoreError: writing failed; nothing is half-published.
     """
+    if basis is None and get_codec(codec).needs_basis:
+        basis = basis_of(identity.fingerprint if identity is not None else None)
     store = Store(url)
     if parent is not None:
         parent.check_beside(store)
@@ -236,7 +239,7 @@ def check_options(codec: str | Codec, dtype: Dtype, *, basis: bool = False) -> C
     if basis and not method.takes_basis:
         raise InputError(f"the codec {method.name} takes no basis", hint="use compact, default, quality or fast")
     if method.needs_basis and not basis:
-        raise InputError(f"the codec {method.name} needs a basis", hint="make one with: lynxkv calibrate --model MODEL")
+        raise InputError(f"the codec {method.name} needs a basis", hint=CALIBRATE_HINT)
     coding = method.coding("k", 1)
     if not 0 <= coding.sink_tokens <= MAX_SINK_TOKENS:
         raise InputError(f"sink_tokens is {coding.sink_tokens}", hint=f"it lies in [0, {MAX_SINK_TOKENS}]")

@@ -14,6 +14,8 @@ import lynxkv
 from lynxkv import BindingError, CacheNotFoundError, ChecksumError, HeaderError, InputError, StoreError
 from lynxkv.bases import find_basis, known_basis, load_basis, save_basis
 from lynxkv.calibration import calibrate
+from lynxkv.continuing import continuation
+from lynxkv.decoder import KVDestination, decode_into
 from lynxkv.fidelity import nmse
 from lynxkv.format.basis import Basis, parse_basis
 from lynxkv.integrations.hf import Model
@@ -168,6 +170,29 @@ def test_caches_elsewhere_share_one_basis(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("basis-*")] == [basis.ref.name]
     shutil.copytree(tmp_path / "1.lynx", tmp_path / "copy.lynx")
     lynxkv.check(str(tmp_path / "copy.lynx"))
+
+
+def test_a_chain_may_have_bases_in_some_of_its_caches(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    kv, urls = cache_of(model), [str(tmp_path / f"{name}.lynx") for name in "abc"]
+    lynxkv.encode(kv.between(0, 130), urls[0], codec="compact", basis=basis_of(model), identity=model.identity)
+    for before, url, start, stop, codec in ((0, urls[1], 130, 200, "default"), (1, urls[2], 200, 300, "compact")):
+        with lynxkv.open(urls[before]) as reader:
+            parent = continuation(reader, "full")
+        basis = basis_of(model) if codec == "compact" else None
+        part = kv.between(start, stop)
+        lynxkv.encode(part, url, codec=codec, basis=basis, identity=model.identity, parent=parent)
+    lynxkv.check(urls[2])
+    whole = lynxkv.load(urls[2])
+    assert whole.tokens == 300
+    parts = [lynxkv.load(url) for url in urls]
+    assert torch.equal(whole.layers[0].tensors["k"][:, :130], parts[0].layers[0].tensors["k"])
+    assert error(whole, kv) < 1e-3
+    # A prefix is cut inside a segment, and so is its rope.
+    with lynxkv.open(urls[2], tokens=250) as reader:
+        destination = KVDestination(reader.extent)
+        decode_into(reader, destination, "full")
+    assert torch.equal(destination.kv.layers[1].tensors["k"], whole.layers[1].tensors["k"][:, :250])
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

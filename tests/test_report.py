@@ -15,7 +15,7 @@ from lynxkv.format.document import ANCHOR_NAME
 from lynxkv.testing.kv import random_kv
 
 
-@pytest.mark.parametrize("codec", list(CODECS))
+@pytest.mark.parametrize("codec", [name for name, codec in CODECS.items() if not codec.needs_basis])
 def test_parts_add_up_to_the_objects(codec: str, tmp_path: Path) -> None:
     url = str(tmp_path / "a.lynx")
     report = lynxkv.encode(random_kv(layers=3, tokens=300, windows=(None, 64, None)), url, codec=codec)

@@ -112,7 +112,7 @@ def codec(
         changes["tokens"] = tuple(dict.fromkeys(tokens))
     import lynxkv
     from lynxkv.bench.codec import Plan, bench_codec
-    from lynxkv.bench.methods import BASELINE_METHODS, DEFAULT_METHODS, parse_methods
+    from lynxkv.bench.methods import BASELINE_METHODS, DEFAULT_METHODS, parse_methods, with_bases
     from lynxkv.bench.report import as_json as to_json
     from lynxkv.bench.report import comparisons, rows, write_csv
 
@@ -131,6 +131,7 @@ def codec(
     plan = Plan.quick(**changes) if quick else Plan.standard(**changes)
     output.note(f"loading {model}")
     loaded = lynxkv.load_model(model, report=output.note)
+    methods = with_bases(methods, loaded.identity.fingerprint)
     with output.progress() as bars:
         bench = bench_codec(
             loaded, methods, plan, state=state, progress=progress_or_lines(output, bars, "codecs", "cells")

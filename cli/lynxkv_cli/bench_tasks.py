@@ -51,12 +51,13 @@ def tasks(
     output = Output.of(as_json=as_json, quiet=quiet)
     import lynxkv
     from lynxkv.bench.documents import standard_documents
-    from lynxkv.bench.methods import parse_methods
+    from lynxkv.bench.methods import parse_methods, with_bases
     from lynxkv.bench.tasks import DEPTHS, bench_tasks
 
     methods = parse_methods(codecs or (("default", "int4") if quick else METHODS))
     output.note(f"loading {model}")
     loaded = lynxkv.load_model(model, report=output.note)
+    methods = with_bases(methods, loaded.identity.fingerprint)
     with output.progress() as bars:
         rows = bench_tasks(
             loaded,

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lynxkv.choices import CODEC_NAMES, Dtype, parse_codec
-from lynxkv.errors import InputError
 from lynxkv_cli._errors import UsageProblem
 from lynxkv_cli._options import Json, Model, Quiet, read_text
 from lynxkv_cli._output import Output, seconds, size
@@ -103,7 +102,7 @@ def encode(
     if out.startswith("memory:"):
         raise UsageProblem("memory:// ends with this command", hint="give a folder or a URL that lasts")
     import lynxkv
-    from lynxkv.bases import find_basis, load_basis
+    from lynxkv.bases import basis_of, load_basis
     from lynxkv.codecs import get_codec
     from lynxkv.encoder import check_options
     from lynxkv.store import Store
@@ -120,11 +119,7 @@ def encode(
     def known(identity: Identity | None) -> None:
         """What can be refused without a prefill is refused before it."""
         if method.needs_basis and not bases:
-            found = find_basis(identity.fingerprint) if identity is not None and identity.fingerprint else None
-            if found is None:
-                hint = f"lynxkv calibrate --model {model}" if model else "say whose keys and values these are: --model"
-                raise InputError(f"the codec {method.name} needs a basis of the model", hint=hint)
-            bases.append(found)
+            bases.append(basis_of(identity.fingerprint if identity is not None else None))
 
     kv, identity, last_logits, prefill_s = source(known)
     started = time.monotonic()

@@ -8,11 +8,12 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import fsspec
 
+from lynxkv.bases import basis_of
 from lynxkv.bench.baselines import BASELINES, BaselineMethod
 from lynxkv.bench.stored import Method, Sizes, StoredCache, TensorDestination
 from lynxkv.choices import CODEC_NAMES, parse_codec
@@ -21,6 +22,7 @@ from lynxkv.decoder import decode_stages
 from lynxkv.encoder import EncodeReport, encode
 from lynxkv.errors import InputError
 from lynxkv.fetch import open_cache
+from lynxkv.format.basis import Basis
 from lynxkv.kv import KV
 from lynxkv.layout import Precision
 
@@ -63,17 +65,19 @@ class CodecMethod:
     label: str
     codec: Codec
     exact: bool = False
+    basis: Basis | None = None
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """The codec's name and parameters."""
-        return {"codec": self.codec.name, **self.codec.params(), "exact": self.exact}
+        own = {"basis": self.basis.sha256} if self.basis is not None else {}
+        return {"codec": self.codec.name, **self.codec.params(), "exact": self.exact, **own}
 
     @contextmanager
     def store(self, kv: KV) -> Iterator[StoredCache]:
         """Publish `kv` in memory."""
         folder = f"lynxkv-bench-{uuid.uuid4().hex}"
-        report = encode(kv, f"memory://{folder}/cache.lynx", codec=self.codec, exact=self.exact)
+        report = encode(kv, f"memory://{folder}/cache.lynx", codec=self.codec, basis=self.basis, exact=self.exact)
         try:
             yield LynxStored(report)
         finally:
@@ -110,6 +114,20 @@ def parse_methods(texts: Sequence[str]) -> tuple[Method, ...]:
         if sum(method.settings == other.settings for other in methods) > 1:
             raise InputError(f"codec {method.label} is given twice", hint="name each setting once")
     return methods
+
+
+def with_bases(methods: Sequence[Method], fingerprint: str | None) -> tuple[Method, ...]:
+    """The same, those that need a basis with the one that is kept for the model.
+
+    Raises:
+        InputError: there is none.
+    """
+    return tuple(
+        replace(method, basis=basis_of(fingerprint))
+        if isinstance(method, CodecMethod) and method.codec.needs_basis
+        else method
+        for method in methods
+    )
 
 
 def _method(text: str) -> Method:

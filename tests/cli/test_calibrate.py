@@ -18,7 +18,7 @@ def test_calibrate_then_encode_and_answer(
     url, text = tmp_path / "a.lynx", "The lamp of Cape Varn was lit in 1871 by Mara Quill. " * 8
     refused = lynx("encode", text, "--model", "smollm2", "--codec", "compact", "--out", url)
     assert refused.code == 1
-    assert "lynxkv calibrate --model smollm2" in refused.err
+    assert "lynxkv calibrate --model" in refused.err
     documents = [option for topic in ("one", "two") for option in ("--document", f"@{_text(tmp_path, topic)}")]
     done = lynx("calibrate", "--model", "smollm2", *documents, "--tokens", 128, "--json", "--out", tmp_path / "b.basis")
     assert done.code == 0, done.err
