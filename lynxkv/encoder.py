@@ -106,8 +106,8 @@ def encode(
 
     Args:
         basis: of the model, from `lynxkv calibrate`: its components are coded instead of channels, in fewer bits. The
-            codec `compact` needs one; `default`, `quality` and `fast` take one. Published beside the cache too, once. Where
-            none is given and the codec needs one, it is that which calibrate has kept for the model.
+            codec `compact` needs one, and takes that which calibrate has kept if none is given; `default`, `quality`
+            and `fast` can do with one. It is published beside the cache, once.
         exact: add what leads from full precision back to the original, bit by bit.
         logits: of the last position, [V] f32, from the run that computed `kv`; stored whole (SPEC 9.3).
         store_token_ids: False keeps only the digests of the token ids.
