@@ -2,6 +2,7 @@
 
     app, hosts, observing     routes; whose requests are answered; ids, log and counts around them
     fields, requests, keys    what is asked for, read and checked; who asks
+    openapi                   the document that describes it
     service                   from a request to its answer, with
       names, catalog            names confined to the store; its index by prefix digests
       prompts, tokens           token ids, and what single ones stand for

@@ -42,6 +42,7 @@ OBJECTS: dict[Kind, tuple[str, str]] = {
     "completion": ("text_completion", "text_completion"),
 }
 PREFIXES: dict[Kind, str] = {"chat": "chatcmpl", "completion": "cmpl"}
+SUMMARY = ("source", "cache", "cached_tokens", "load_failure", "together")
 FIGURES = (
     "precision", "drafted", "accepted", "anchor_s", "first_draft_s", "full_s", "first_verified_s", "total_s",
     "bytes_anchor", "bytes_residual", "notes",
@@ -144,8 +145,7 @@ def usage(answer: Answer) -> dict[str, Any]:
 def summary(answer: Answer) -> dict[str, Any]:
     """Where an answer came from, and the figures of its run."""
     figures = {name: getattr(answer.result, name) for name in FIGURES}
-    names = ("source", "cache", "cached_tokens", "load_failure", "together")
-    return {**{name: getattr(answer, name) for name in names}, **figures}
+    return {**{name: getattr(answer, name) for name in SUMMARY}, **figures}
 
 
 def _told(event: Event) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from lynxkv.server.fields import parse
 from lynxkv.server.hosts import OwnHosts, is_loopback
 from lynxkv.server.keys import Caller
 from lynxkv.server.observing import NOTES, Observed
+from lynxkv.server.openapi import openapi
 from lynxkv.server.outcome import Answer
 from lynxkv.server.page import page_response
 from lynxkv.server.problems import Refusal, refusal_of
@@ -47,17 +48,7 @@ def create_app(service: Service) -> ASGIApp:
         yield
         await service.close()
 
-    routes = [
-        Route("/", api.page),
-        Route("/health", api.health),
-        Route("/ready", api.ready),
-        Route("/metrics", api.metrics),
-        Route("/v1/models", api.models),
-        Route("/v1/models/{name:path}", api.model),
-        Route("/v1/completions", api.completions, methods=["POST"]),
-        Route("/v1/chat/completions", api.chat, methods=["POST"]),
-        Route("/v1/lynx/caches", api.caches),
-    ]
+    routes = routes_of(api)
     app = Starlette(
         routes=routes,
         middleware=[Middleware(OwnHosts, loopback=is_loopback(service.options.host))],
@@ -65,6 +56,22 @@ def create_app(service: Service) -> ASGIApp:
         lifespan=lifespan,
     )
     return Observed(app, service.metrics, frozenset(route.path for route in routes))
+
+
+def routes_of(api: Api) -> list[Route]:
+    """What is answered, and by what."""
+    return [
+        Route("/", api.page),
+        Route("/health", api.health),
+        Route("/ready", api.ready),
+        Route("/metrics", api.metrics),
+        Route("/openapi.json", api.openapi),
+        Route("/v1/models", api.models),
+        Route("/v1/models/{name:path}", api.model),
+        Route("/v1/completions", api.completions, methods=["POST"]),
+        Route("/v1/chat/completions", api.chat, methods=["POST"]),
+        Route("/v1/lynx/caches", api.caches),
+    ]
 
 
 class Api:
@@ -96,6 +103,10 @@ class Api:
         except Refusal as refusal:
             return refused(refusal)
         return Response(self.service.metrics.page(), media_type="text/plain; version=0.0.4")
+
+    async def openapi(self, request: Request) -> Response:
+        """`GET /openapi.json`."""
+        return self._told(request, lambda caller: openapi(self.service.model_name, self.service.options))
 
     async def models(self, request: Request) -> Response:
         """`GET /v1/models`."""

@@ -10,15 +10,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from lynxkv.errors import CacheNotFoundError, FormatError, StoreError
 from lynxkv.fetch import CacheReader
 from lynxkv.format.document import ANCHOR_NAME
-from lynxkv.layout import PREFIX_BLOCK_TOKENS, Identity
+from lynxkv.layout import PREFIX_BLOCK_TOKENS, CacheHeader, Identity
 from lynxkv.manage import READERS, StoredObject, find_objects
 from lynxkv.prefix import prefix_digests
 from lynxkv.server.names import cache_url
 
+U32 = npt.NDArray[np.uint32]
 Stamp = tuple[int, float | None]
 """Size and time of an Anchor: another one has others."""
 
@@ -29,7 +31,8 @@ class Entry:
 
     Attributes:
         name: relative to the store.
-        sha256: of the token ids as u32, None if unknown.
+        tokens: of its prompt, those of the caches that it continues included.
+        parts: ranges of tokens that make up the prompt, with the SHA-256 of their ids as u32; none if unknown.
         digest: of the last whole block of the prompt (SPEC 9.2), None without one.
         stamp: of its Anchor; None for one that was just published, until it is seen in the store.
     """
@@ -37,10 +40,15 @@ class Entry:
     name: str
     url: str
     tokens: int
-    sha256: str | None
+    parts: tuple[tuple[int, int, str], ...]
     digest: bytes | None
     identity: Identity
     stamp: Stamp | None
+
+    def begins(self, ids: U32) -> bool:
+        """Whether its tokens are the first of a prompt, but not all of it."""
+        digests = (hashlib.sha256(ids[start:stop].tobytes()).hexdigest() for start, stop, _ in self.parts)
+        return self.tokens < len(ids) and all(map(str.__eq__, digests, (digest for _, _, digest in self.parts)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +91,7 @@ class Catalog:
         for number in reversed(range(len(ids) // PREFIX_BLOCK_TOKENS)):
             found = [entry for digests in blocks for entry in snapshot.by_digest.get(digests[number].tobytes(), ())]
             for entry in sorted(found, key=lambda entry: -entry.tokens):
-                prefix = ids[: entry.tokens].tobytes()
-                if entry.tokens < len(ids) and hashlib.sha256(prefix).hexdigest() == entry.sha256:
+                if entry.begins(ids):
                     return entry
         return None
 
@@ -122,7 +129,7 @@ class Catalog:
     def _show(self, by_name: dict[str, Entry]) -> None:
         by_digest: dict[bytes, list[Entry]] = {}
         for entry in by_name.values():
-            if entry.digest is not None and entry.sha256 is not None:
+            if entry.digest is not None and entry.parts:
                 by_digest.setdefault(entry.digest, []).append(entry)
         self._now = _Snapshot(by_name=by_name, by_digest=by_digest)
 
@@ -139,12 +146,20 @@ class Catalog:
         return Entry(
             name=name,
             url=url,
-            tokens=header.tokens.count,
-            sha256=header.tokens.sha256,
+            tokens=header.tokens.stop,
+            parts=_parts(header),
             digest=digests[-1].tobytes() if digests is not None and len(digests) else None,
             identity=header.identity,
             stamp=stamp,
         )
+
+
+def _parts(header: CacheHeader) -> tuple[tuple[int, int, str], ...]:
+    before = header.parent.tokens_sha256 if header.parent is not None else None
+    own, start, stop = header.tokens.sha256, header.tokens.start, header.tokens.stop
+    if own is None or (start and before is None):
+        return ()
+    return ((0, start, before), (start, stop, own)) if before is not None else ((0, stop, own),)
 
 
 def _stamp(objects: list[StoredObject]) -> Stamp | None:

@@ -49,7 +49,7 @@ class Fields:
         value = self.take(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        if not is_whole(value) or not least <= value <= most:
             self.refuse(name, f"is not a whole number from {least} to {most}")
         return int(value)
 
@@ -98,6 +98,11 @@ class Fields:
         for name, value in self._left.items():
             if value is not None:
                 self.refuse(name[:80], "is not known here", code="unknown_parameter")
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value of JSON is a whole number, however it is written."""
+    return (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and value.is_integer())
 
 
 def _no_constant(name: str) -> NoReturn:

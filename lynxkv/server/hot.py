@@ -6,6 +6,7 @@ next readers of that cache. What a run was not content with is dropped.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
@@ -124,13 +125,13 @@ class HotCaches:
         """Bytes of all that is kept."""
         return sum(hot.bytes for hot in self._kept.values())
 
-    def transport(self, url: str) -> RecordingTransport:
-        """A transport for one reading of the cache at `url`.
+    def reading(self) -> HotReading:
+        """The transports for one reading of a cache."""
+        return HotReading(self)
 
-        Raises:
-            InputError: no file system takes the URL.
-        """
-        store = Store(url)
+    def transport(self, store: Store) -> RecordingTransport:
+        """A transport for one reading of the cache at a store."""
+        url = store.url
         hot = self._kept.get(url)
         if hot is not None and time.monotonic() - hot.kept_at > MOST_S:
             self.drop(url)
@@ -148,7 +149,7 @@ class HotCaches:
         return url in self._kept
 
     def keep(self, url: str, transport: RecordingTransport) -> None:
-        """Keep what a reading brought, which has all passed its checks."""
+        """Keep what a transport brought, which has all passed its checks."""
         if not transport.written:
             return
         known = transport.known
@@ -173,3 +174,32 @@ class HotCaches:
     def _objects(self, url: str) -> dict[str, _Object]:
         hot = self._kept.get(url)
         return {} if hot is None else hot.objects
+
+
+class HotReading:
+    """The transports for one reading of a cache, and of those that it continues: a function that makes them."""
+
+    def __init__(self, hot: HotCaches) -> None:
+        self._hot, self._lock = hot, threading.Lock()
+        self._transports: dict[str, RecordingTransport] = {}
+
+    def __call__(self, store: Store) -> RecordingTransport:
+        """A transport for one of the caches."""
+        transport = self._hot.transport(store)
+        with self._lock:
+            self._transports[store.url] = transport
+        return transport
+
+    def is_here(self) -> bool:
+        """Whether all that is read is in memory, or on this machine."""
+        return all(self._hot.has(url) or not transport.is_remote for url, transport in self._transports.items())
+
+    def keep(self) -> None:
+        """Keep what has been read, which has all passed its checks."""
+        for url, transport in self._transports.items():
+            self._hot.keep(url, transport)
+
+    def drop(self) -> None:
+        """Forget what has been read, for it has not."""
+        for url in self._transports:
+            self._hot.drop(url)

@@ -99,7 +99,7 @@ class Publisher:
                 name=name,
                 url=url,
                 tokens=len(ids),
-                sha256=hashlib.sha256(ids.tobytes()).hexdigest(),
+                parts=((0, len(ids), hashlib.sha256(ids.tobytes()).hexdigest()),),
                 digest=digest,
                 identity=identity,
                 stamp=None,

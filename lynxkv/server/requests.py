@@ -9,13 +9,15 @@ from typing import Any, Literal
 from lynxkv.choices import OnFailure
 from lynxkv.errors import InputError
 from lynxkv.sampling import Sampling
-from lynxkv.server.fields import Fields
+from lynxkv.server.fields import Fields, is_whole
 from lynxkv.server.problems import Refusal
 
 Kind = Literal["chat", "completion"]
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
+# More than any vocabulary has.
+MOST_TOKENS = 1 << 31
 DEFAULT_COMPLETION_TOKENS = 16
 # Fields of OpenAI's API that say nothing on the answer itself.
 LABELS = (
@@ -179,9 +181,11 @@ def _prompt(fields: Fields) -> str | tuple[int, ...]:
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
         value = value[0]
     if isinstance(value, list):
-        if not value or not all(isinstance(token, int) and not isinstance(token, bool) for token in value):
+        if not value or not all(map(is_whole, value)):
             fields.refuse("prompt", "is not one text or one list of token ids", code="unsupported_value")
-        return tuple(value)
+        if not all(0 <= token < MOST_TOKENS for token in value):
+            fields.refuse("prompt", "has a number that is no token's")
+        return tuple(map(int, value))
     return "" if value is None else fields.check_text("prompt", value)
 
 

@@ -39,7 +39,7 @@ from lynxkv.server.telling import Emit, Told
 from lynxkv.server.tokens import TokenBytes
 from lynxkv.server.turns import SharedModel
 from lynxkv.server.worker import Worker
-from lynxkv.store import Link, Store
+from lynxkv.store import Link
 
 LOG = logging.getLogger("lynxkv.server")
 READERS = 8
@@ -187,11 +187,11 @@ class Service:
     ) -> Answer:
         """The answer from a cache that is named, or whose tokens are the first of `prompt_ids`."""
         policy = ask.on_failure or (self.options.on_failure if prompt_ids is None else "recompute")
-        transport = self.hot.transport(url)
-        link = None if transport.known else self._link
+        reading = self.hot.reading()
+        link = None if self.hot.has(url) else self._link
         options = FetchOptions(
             deadline_s=self.options.deadline_s,
-            transport=transport,
+            transport=reading,
             cache_dir=self.options.cache_dir,
             cache_max_bytes=self.options.cache_max_bytes,
         )
@@ -217,8 +217,8 @@ class Service:
                     url=url,
                     reader=reader,
                     suffix_ids=suffix_ids,
-                    is_here=partial(self._is_here, url),
-                    on_loaded=partial(self.hot.keep, url, transport),
+                    is_here=reading.is_here,
+                    on_loaded=reading.keep,
                     pace=lambda together: self._paces[codec, together],
                     batches=self._batches,
                 )
@@ -229,7 +229,7 @@ class Service:
                         prompt_ids = await _ids_of(reader, suffix_ids)
                     raise
         except (StoreError, FormatError) as error:
-            self.hot.drop(url)
+            reading.drop()
             failure = refusal_of(error)
             self.metrics.load_failure(failure.code or "")
             if policy == "error" or prompt_ids is None or told.verified:
@@ -276,10 +276,6 @@ class Service:
         if identity is None:
             check_identity(cache, self.model.identity)  # says what differs
         return replace(self.model, identity=identity or self.model.identity)
-
-    def _is_here(self, url: str) -> bool:
-        """Whether a cache is in memory, or on this machine."""
-        return self.hot.has(url) or Store(url).is_local
 
     def _new_tokens(self, ask: Ask, prompt_tokens: int) -> int:
         """The most tokens of an answer; at least one, so that a run can say what is wrong with a prompt."""

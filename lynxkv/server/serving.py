@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 from collections.abc import Callable
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lynxkv.errors import InputError
 from lynxkv.server.options import ServeOptions
 
-# Open connections, idle ones included; more get 503 at once.
-CONNECTIONS = 1024
+# Open connections, idle ones included; more are closed at once.
+CONNECTIONS = 512
+# What a client may take to send the head of a request.
+HEAD_S = 10.0
 
 
 def listen(options: ServeOptions) -> socket.socket:
@@ -41,19 +46,55 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+class BoundedProtocol(H11Protocol):
+    """uvicorn's HTTP/1.1, for a bounded number of connections, whose heads have to come in time.
+
+    uvicorn bounds how large a head may be, and how long a connection may be idle between requests.
+    """
+
+    _too_late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for a head."""
+        super().connection_made(transport)
+        if len(self.connections) > CONNECTIONS:
+            transport.close()
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """Take a part of a request, perhaps all of its head."""
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait for nothing more."""
+        self._stop_watching()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_watching()
+        elif self._too_late is None:
+            self._too_late = self.loop.call_later(HEAD_S, self.transport.close)
+
+    def _stop_watching(self) -> None:
+        if self._too_late is not None:
+            self._too_late.cancel()
+        self._too_late = None
+
+
 class Server(uvicorn.Server):
     """Serves an application; calls `ready` once it answers."""
 
     def __init__(self, app: ASGIApp, options: ServeOptions, ready: Callable[[], None] = lambda: None) -> None:
         config = uvicorn.Config(
             app,
-            http="h11",
+            http=BoundedProtocol,
             ws="none",
             lifespan="on",
             log_config=None,
             access_log=False,
             server_header=False,
-            limit_concurrency=CONNECTIONS,
             timeout_graceful_shutdown=max(1, round(options.drain_s)),
         )
         super().__init__(config)

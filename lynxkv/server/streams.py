@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from lynxkv.events import Event
 from lynxkv.server.answers import LAST_EVENT, as_event
@@ -18,6 +19,8 @@ from lynxkv.server.requests import Ask
 from lynxkv.server.service import Service
 
 T = TypeVar("T")
+# A client that takes nothing for so long is gone, whatever its connection says.
+SEND_S = 60.0
 
 
 class ClientGoneError(Exception):
@@ -113,6 +116,11 @@ class Running:
         return lines + LAST_EVENT
 
 
+async def _in_time(send: Send, message: Message) -> None:
+    async with asyncio.timeout(SEND_S):
+        await send(message)
+
+
 class EventStream(Response):
     """A running answer as server-sent events."""
 
@@ -126,8 +134,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it, until it ends or the client leaves."""
         try:
-            await until_gone(receive, self._send(send))
-        except ClientGoneError:
+            await until_gone(receive, self._send(partial(_in_time, send)))
+        except (ClientGoneError, TimeoutError):
             pass
         finally:
             await self._running.stop()

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from lynxkv.encoder import encode
 from lynxkv.errors import FetchError
 from lynxkv.fetch import CacheReader
 from lynxkv.integrations.hf import Model
+from lynxkv.kv import KV
 from lynxkv.models import prefill
 from lynxkv.server.catalog import Catalog
 from lynxkv.server.hot import HotCaches, RecordingTransport
 from lynxkv.server.uncached import generate_uncached
+from lynxkv.store import Store
 from lynxkv.store.transport import Answer, chunks_of, transport_for
 from lynxkv.testing.faults import FaultyTransport
 from tests.server.conftest import Running, eventually, running
@@ -79,6 +82,44 @@ def test_the_longest_stored_prefix_is_used(model: Model, root: Path) -> None:
         answer = complete(server, [4, *ids[1:]])
         assert (answer["source"], answer["cache"], answer["cached_tokens"]) == ("prefill", None, 0)
         assert answer["choices"][0]["text"] == without(model, [4, *ids[1:]])
+
+
+def test_a_chain_is_found_by_its_whole_prompt(model: Model, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And stays in memory whole, as it is stored: each of its caches has a transport of its own."""
+    ids, url = some_ids(440), "memory://chains/b.lynx"
+    publish(model, "memory://chains/a.lynx", ids[:256])
+    with lynxkv.open("memory://chains/a.lynx") as reader:
+        parent = lynxkv.continuation(reader, "full")
+    kv = lynxkv.prefill(model, ids[:430])
+    encode(cut_kv(kv, 256), url, codec=CODEC, identity=model.identity, parent=parent)
+    made: list[FaultyTransport] = []
+
+    def counting(*arguments: Any) -> FaultyTransport:
+        made.append(FaultyTransport(transport_for(*arguments), share=0))
+        return made[-1]
+
+    monkeypatch.setattr("lynxkv.server.hot.transport_for", counting)
+    with running(model, "memory://chains") as server:
+        for source in (complete(server, ids), complete(server, ids), complete(server, ids[430:], cache="b.lynx")):
+            assert (source["source"], source["cache"], source["cached_tokens"]) == ("cache", "b.lynx", 430)
+            with lynxkv.open(url) as reader:
+                own = lynxkv.generate(reader, model, ids[430:], max_new_tokens=6, speculate="off")
+            assert source["choices"][0]["text"] == own.text
+        assert [bool(transport.requests) for transport in made] == [True, True, False, False, False, False]
+        # The second cache alone is no prefix, and neither is it after other tokens.
+        assert complete(server, [4, *ids[1:]])["source"] == "prefill"
+    lynxkv.remove(url)
+    lynxkv.remove("memory://chains/a.lynx")
+
+
+def cut_kv(kv: KV, start: int) -> KV:
+    """The positions from `start` on."""
+    layers = [
+        replace(layer, tensors={name: tensor[:, start:].clone() for name, tensor in layer.tensors.items()}, start=start)
+        for layer in kv.layers
+    ]
+    assert kv.token_ids is not None
+    return KV(layers=layers, start=start, stop=kv.stop, token_ids=list(kv.token_ids)[start:])
 
 
 def test_a_refresh_reads_what_is_new(model: Model, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +280,7 @@ def test_the_least_lately_used_goes_first(monkeypatch: pytest.MonkeyPatch) -> No
             return b"".join([bytes(chunk) async for chunk in answer.chunks])
 
     async def use(hot: HotCaches, number: int, start: int = 0, stop: int = 200) -> None:
-        transport = hot.transport(f"memory://h/{number}.lynx")
+        transport = hot.transport(Store(f"memory://h/{number}.lynx"))
         assert await read(transport, start, stop) == (b"ab" * 100)[start:stop]
         hot.keep(f"memory://h/{number}.lynx", transport)
 

@@ -125,6 +125,8 @@ def test_limits_and_routes(server: Running) -> None:
     refused(server, {**GOOD, "model": "gpt-9"}, 404, "model_not_found")
     refused(server, {"model": "org/tiny", "prompt": ""}, 400, "invalid_value", path="/v1/completions")
     refused(server, {"model": "org/tiny", "prompt": [99]}, 400, "invalid_value", path="/v1/completions")
+    for token in (-1, 1 << 31, 1 << 70, 1e300):
+        refused(server, {"model": "org/tiny", "prompt": [token]}, 400, "invalid_value", path="/v1/completions")
     refused(server, {"model": "org/tiny", "prompt": ["a", "b"]}, 400, "unsupported_value", path="/v1/completions")
     for change in ({"logprobs": True}, {"logprobs": 21}, {"logprobs": -1}):
         body = {"model": "org/tiny", "prompt": "w7", **change}

@@ -217,10 +217,11 @@ def test_a_store_that_hangs_for_one_cache(model: Model, root: Path, monkeypatch:
 
     def hanging(store: Any, *arguments: Any) -> FaultyTransport:
         share = 1 if "long" in store.url else 0
-        return FaultyTransport(transport_for(store, *arguments), share=share, faults=("missing_answer",), skip=1)
+        inner = transport_for(store, *arguments)
+        inner.is_remote = True
+        return FaultyTransport(inner, share=share, faults=("missing_answer",), skip=1)
 
     monkeypatch.setattr("lynxkv.server.hot.transport_for", hanging)
-    monkeypatch.setattr("lynxkv.server.service.Store", RemoteStore)
     with running(model, str(root), runs=1) as server:
         hang = [stream_of(server, over("long.lynx", [number])) for number in range(5, 11)]
         eventually(lambda: server.service.places.taken == 6)
@@ -232,11 +233,3 @@ def test_a_store_that_hangs_for_one_cache(model: Model, root: Path, monkeypatch:
             connection.close()
         eventually(lambda: server.service.places.taken == 0)
         eventually(lambda: server.service.memory.held == 0)
-
-
-class RemoteStore:
-    """A store that is not of this machine."""
-
-    is_local = False
-
-    def __init__(self, url: str) -> None: ...
