@@ -116,7 +116,7 @@ def test_no_more_than_the_bound_go_together(model: Model, root: Path, gate: Gate
     with running(model, str(root), runs=1, batch=2) as server:
         with all_wait(server, gate, bodies) as asked:
             pass
-        assert [future.result()[2]["lynx"]["together"] for future in asked] == [2, 2, 2, 2, 1]
+        assert sorted(future.result()[2]["lynx"]["together"] for future in asked) == [1, 2, 2, 2, 2]
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
