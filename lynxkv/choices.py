@@ -22,6 +22,9 @@ ResidualPolicy = Literal["error", "anchor-only"]
 OnFailure = Literal["error", "recompute"]
 """What a server does when the cache that a request names cannot be loaded."""
 
+Target = Literal["int8", "default", "bf16", "exact"]
+"""What a cache is to be at least as close to the original as, when a codec is chosen for it."""
+
 CODEC_NAMES = ("default", "quality", "fast", "compact", "fixed", "alg1", "alg1-shift", "raw", "int8", "int4")
 CODEC_FORM = "write it like default:radix=5 or alg1:alpha=100,chunk_dtype=f32"
 

@@ -111,7 +111,7 @@ def test_importing_lynxkv_loads_nothing_heavy() -> None:
     assert loaded_by("import lynxkv") == set()
 
 
-@pytest.mark.parametrize("module", ["errors", "layout", "format", "store", "fetch", "report"])
+@pytest.mark.parametrize("module", ["errors", "layout", "format", "store", "fetch", "report", "planning", "shapes"])
 def test_modules_that_need_no_torch_load_none(module: str) -> None:
     assert loaded_by(f"import lynxkv.{module}") == set()
 

@@ -9,7 +9,7 @@ import typer
 from typer.main import get_command
 
 from lynxkv import __version__
-from lynxkv_cli import bench, calibrate, check, encode, export, generate, inspect, ls, prune, rm, serve
+from lynxkv_cli import bench, calibrate, check, encode, export, generate, inspect, ls, plan, prune, rm, serve
 
 HELP = """Example: lynxkv encode @README.md --model smollm2 --out readme.lynx
 
@@ -33,6 +33,7 @@ app.command(help=inspect.HELP, short_help="Say what a cache is and where its byt
 app.command(help=check.HELP, short_help="Read all of a cache and check every byte of it.")(check.check)
 app.command(help=generate.HELP, short_help="Answer a question from a cache while it arrives.")(generate.generate)
 app.command(help=serve.HELP, short_help="Serve answers from caches over HTTP.")(serve.serve)
+app.command(help=plan.HELP, short_help="Say which codec suits a model, a prompt and a link.")(plan.plan)
 app.command(help=ls.HELP, short_help="List the caches under a folder or prefix.")(ls.ls)
 app.command(help=rm.HELP, short_help="Remove caches.")(rm.rm)
 app.command(help=prune.HELP, short_help="Remove what is not needed any more, by age and by size.")(prune.prune)

@@ -39,7 +39,7 @@ measured: linear-split, kivi, kvquant, turboquant, cachegen, sparq, byte-planes;
 lynxkv[baselines]. sparq fetches what its queries ask for: its bits are the mean of what answers fetched.
 
 A sweep is a list of codecs that differ in one setting: alpha, chunk, page, split, sinks, scale-width, key-value,
-step or radix.
+step, radix or whole.
 """
 
 BASELINES = ("int8", "int4", "alg1:alpha=100,chunk_dtype=f32")
@@ -87,6 +87,9 @@ def codec(
         list[int] | None,
         typer.Option(metavar="N", min=16, help="Document tokens to cache, 2048 by default; may be given again."),
     ] = None,
+    prompts: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Ask at most this many questions of each document.")
+    ] = None,
     draft_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Length of the draft.")] = 32,
     quick: Annotated[
         bool,
@@ -129,6 +132,8 @@ def codec(
 
         check_matplotlib()
     plan = Plan.quick(**changes) if quick else Plan.standard(**changes)
+    if prompts is not None:
+        plan = plan.with_prompts(prompts)
     output.note(f"loading {model}")
     loaded = lynxkv.load_model(model, report=output.note)
     methods = with_bases(methods, loaded.identity.fingerprint)

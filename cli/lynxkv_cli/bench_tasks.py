@@ -40,6 +40,12 @@ def tasks(
         list[int] | None,
         typer.Option(metavar="N", min=64, help="Document tokens to cache, 1024 by default; may be given again."),
     ] = None,
+    depths: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--depth", metavar="SHARE", min=0, max=1, help="Plant behind this share of the text; may be given again."
+        ),
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="512 tokens, two depths, two codecs.")] = False,
     state: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Keep what is finished here, and go on from it.")
@@ -64,7 +70,7 @@ def tasks(
             methods,
             standard_documents(),
             tokens=tuple(dict.fromkeys(tokens)) if tokens else (512,) if quick else (1024,),
-            depths=(0.3, 0.9) if quick else DEPTHS,
+            depths=tuple(dict.fromkeys(depths)) if depths else (0.3, 0.9) if quick else DEPTHS,
             state=state,
             progress=progress_or_lines(output, bars, "tasks", "questions"),
         )

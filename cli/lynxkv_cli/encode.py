@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lynxkv.choices import CODEC_NAMES, Dtype, parse_codec
+from lynxkv.choices import CODEC_NAMES, Dtype, Target, parse_codec
 from lynxkv_cli._errors import UsageProblem
-from lynxkv_cli._options import Json, Model, Quiet, read_text
+from lynxkv_cli._options import LINK_FORM, Json, Model, Quiet, parse_link, read_text
 from lynxkv_cli._output import Output, seconds, size
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from lynxkv.kv import KV
     from lynxkv.layout import Identity
+    from lynxkv.planning import Plan
+    from lynxkv.store import Link
 
     # The cache, whose it is, the logits of its last position and the seconds that the prefill took.
     Source = tuple[KV, Identity | None, Tensor | None, float | None]
@@ -34,7 +36,7 @@ open, so that a question can follow it. Nothing appears at the URL before the ca
 to stdout.
 
 A codec may be given parameters: default:radix=5 or alg1:alpha=100,chunk_dtype=f32. `lynxkv bench codec` measures
-what they do.
+what they do. With --codec auto it is chosen for a link and a target, as `lynxkv plan` does, and said why.
 
 With --from the keys and values come from a safetensors file that another tool wrote, as arrays layer.<i>.k
 and layer.<i>.v of shape [heads, tokens, head_dim], and token_ids if known; --model then only records whose
@@ -54,11 +56,21 @@ def encode(
     model: Model = None,
     codec: Annotated[
         str,
-        typer.Option(metavar="NAME[:P=V,...]", help=f"One of {', '.join(CODEC_NAMES)}; with parameters if need be."),
+        typer.Option(
+            metavar="NAME[:P=V,...]", help=f"One of {', '.join(CODEC_NAMES)}, with parameters if need be; or auto."
+        ),
     ] = "default",
     basis: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="The model's basis, if not the one that calibrate has kept."),
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(metavar="RATE[/ROUND_TRIP]", help="For --codec auto: the link it is to be read over, 1gbit/20ms."),
+    ] = None,
+    target: Annotated[
+        Target | None,
+        typer.Option("--target", help="For --codec auto: what to be at least as close to the original as; default."),
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="What decoding returns; fp32 only with the codec raw.")] = "bf16",
     from_file: Annotated[
@@ -98,7 +110,13 @@ def encode(
         hint = "lynxkv encode @README.md --model smollm2 --out readme.lynx"
         raise UsageProblem("give a prompt or --from, one of the two", hint=hint)
 
-    choice = parse_codec(codec)
+    auto = codec == "auto"
+    if auto and link is None:
+        raise UsageProblem("--codec auto needs to know the link", hint=f"add --link; {LINK_FORM}")
+    if not auto and (link is not None or target is not None):
+        raise UsageProblem("--link and --target go with --codec auto", hint="leave them out, or add --codec auto")
+    over = parse_link(link)
+    choice = parse_codec("default" if auto else codec)
     if out.startswith("memory:"):
         raise UsageProblem("memory:// ends with this command", hint="give a folder or a URL that lasts")
     import lynxkv
@@ -111,7 +129,6 @@ def encode(
     method = get_codec(choice.name, **choice.params)
     bases = [load_basis(basis)] if basis is not None else []
     check_options(method, dtype, basis=bool(bases) or method.needs_basis)
-    exact = exact or choice.exact
     Store(out).check_target(overwrite=force)
     if residual_out is not None:
         Store.of_residuals(residual_out).check_writable()
@@ -122,6 +139,14 @@ def encode(
             bases.append(basis_of(identity.fingerprint if identity is not None else None))
 
     kv, identity, last_logits, prefill_s = source(known)
+    why = None
+    if over is not None:
+        chosen = _chosen(kv, over, target or "default")
+        why = chosen.why
+        choice = parse_codec(chosen.choice.codec or "raw")
+        method = get_codec(choice.name, **choice.params)
+        output.note(f"{chosen.choice.codec}: {why}")
+    exact = exact or choice.exact
     started = time.monotonic()
     with output.progress() as progress:
         report = lynxkv.encode(
@@ -146,6 +171,7 @@ def encode(
             "tokens": report.tokens,
             "codec": method.name,
             "codec_params": method.params(),
+            "codec_why": why,
             "dtype": dtype,
             "model_id": identity.model_id if identity is not None else None,
             "bytes_anchor": report.bytes_anchor,
@@ -162,6 +188,18 @@ def encode(
         f"{report.tokens} tokens: Anchor {size(report.bytes_anchor)}, Residual {size(report.bytes_residual)}{more}; "
         f"prefill {seconds(prefill_s)}, encode {seconds(encode_s)}"
     )
+
+
+def _chosen(kv: KV, link: Link, target: Target) -> Plan:
+    from lynxkv.planning import Workload, plan
+
+    tensors = [x for layer in kv.layers for x in layer.tensors.values()]
+    workload = Workload(
+        tokens=kv.tokens,
+        elements=sum(x.numel() for x in tensors),
+        channels=sum(x.shape[0] * x.shape[2] for x in tensors),
+    )
+    return plan(workload, link, target)
 
 
 def _prefilled(

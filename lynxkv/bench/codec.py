@@ -46,8 +46,13 @@ class Plan:
     @classmethod
     def quick(cls, **changes: Any) -> Plan:
         """Two documents, one of them code, with four questions each, 1,024 tokens: about two minutes on two cores."""
-        documents = tuple(replace(item, prompts=item.prompts[:4]) for item in standard_documents()[:2])
-        return cls(**{"documents": documents, "tokens": (1024,), "next_tokens": 64, **changes})
+        plan = cls(documents=standard_documents()[:2], tokens=(1024,), next_tokens=64).with_prompts(4)
+        return replace(plan, **changes)
+
+    def with_prompts(self, count: int) -> Plan:
+        """At most this many questions a document."""
+        documents = tuple(replace(item, prompts=item.prompts[:count]) for item in self.documents)
+        return replace(self, documents=documents)
 
 
 @dataclass(frozen=True, kw_only=True)

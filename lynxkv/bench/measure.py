@@ -168,10 +168,24 @@ def accepted_length(logits: Tensor, target_ids: Sequence[int]) -> int:
     return int(same.long().cumprod(0).sum())
 
 
-def continue_greedily(model: Model, cache: LynxCache, ids: list[int], max_tokens: int) -> list[int]:
-    """The greedy continuation, `max_tokens` long or up to and including an end of text."""
+def continue_greedily(
+    model: Model, cache: LynxCache, ids: list[int], max_tokens: int, *, guess: Sequence[int] = ()
+) -> list[int]:
+    """The greedy continuation, `max_tokens` long or up to and including an end of text.
+
+    Args:
+        guess: what it may well be; one pass finds how far it holds, and decoding goes on from there.
+    """
     out: list[int] = []
-    step = ids
+    if guess:
+        start = cache.tokens + len(ids)
+        logits = model.step(cache, [*ids, *guess[:-1]], rows=len(guess))
+        held = accepted_length(logits, guess)
+        out = list(guess[:held])
+        if held < len(guess):
+            out.append(int(logits[held].argmax()))
+            cache.rollback(start + held)
+    step = out[-1:] or ids
     while len(out) < max_tokens and not (out and out[-1] in model.eos_token_ids):
         out.append(int(model.step(cache, step)[0].argmax()))
         step = out[-1:]

@@ -29,12 +29,14 @@ def write_plots(bench: CodecBench, folder: Path) -> list[Path]:
 
     folder.mkdir(parents=True, exist_ok=True)
     written = []
+    # Room for a legend, or a row, of every codec.
+    tall = max(5.0, 1.0 + 0.2 * len(bench.codecs))
     for tokens in bench.plan.tokens:
         for name, draw, size in (
-            ("rate-fidelity", _rate_fidelity, (10.0, 5.0)),
-            ("accepted", _accepted, (10.0, 5.0)),
+            ("rate-fidelity", _rate_fidelity, (10.0, tall)),
+            ("accepted", _accepted, (10.0, tall)),
             ("proposed", _proposed, (7.0, 6.0)),
-            ("layers", _layers, (10.0, 1.5 + 0.35 * len(bench.codecs))),
+            ("layers", _layers, (10.0, 1.5 + 0.3 * len(bench.codecs))),
         ):
             # Figures of their own, without pyplot: no global state, no display.
             figure = Figure(figsize=size, layout="constrained")

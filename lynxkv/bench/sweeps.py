@@ -61,4 +61,9 @@ SWEEPS: dict[str, tuple[str, ...]] = {
         "default:radix=2", "default:radix=3", "default:radix=4", "default:radix=5", "default:radix=6", "default",
         "default:radix=11", "default:radix=16",
     ),
+    # One shard, for caches too small to be split: about as fine as the full precision of fast and of default.
+    "whole": (
+        "default:key_step=0.042,value_step=0.091,radix=1", "default:key_step=0.0235,value_step=0.0512,radix=1",
+        "int8:compress=true",
+    ),
 }  # fmt: skip

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,9 +18,9 @@ from lynxkv.bench.codec import elements
 from lynxkv.bench.documents import Document
 from lynxkv.bench.measure import continue_greedily, empty_cache, live_cache, rounded
 from lynxkv.bench.state import StateFile
-from lynxkv.bench.stored import Method, SparseFetch
+from lynxkv.bench.stored import Method
 from lynxkv.errors import InputError
-from lynxkv.integrations.hf import LynxCache, Model
+from lynxkv.integrations.hf import Model
 from lynxkv.integrations.hf.queries import replaced_attention
 from lynxkv.integrations.hf.templates import open_turn, suffix
 from lynxkv.kv import KV
@@ -221,36 +220,40 @@ def _ask(model: Model, methods: Sequence[Method], case: _Case, file: StateFile[A
     if any(file.get(key) is None for key in keys.values()):
         original = rounded(prefill(model, case.token_ids))
         ids = suffix(model.tokenizer, case.needle.question)
+        cache = live_cache(model, original, len(ids) + ANSWER_TOKENS)
+        said = continue_greedily(model, cache, ids, ANSWER_TOKENS)
+        answer = Answer(precision="full", right=_holds(model, said, case.needle), bits=8.0 * DTYPE_BYTES["bf16"])
         if file.get(keys[ORIGINAL]) is None:
-            right = _right(model, live_cache(model, original, len(ids) + ANSWER_TOKENS), ids, case)
-            answer = Answer(precision="full", right=right, bits=8.0 * DTYPE_BYTES["bf16"])
             file.add(keys[ORIGINAL], Answers(answers=[answer]))
         for method in methods:
             if file.get(keys[method.label]) is None:
-                file.add(keys[method.label], Answers(answers=_from_stored(model, method, original, ids, case)))
+                file.add(keys[method.label], Answers(answers=_from_stored(model, method, original, ids, said, case)))
     return {codec: answers for codec, key in keys.items() if (answers := file.get(key)) is not None}
 
 
-def _from_stored(model: Model, method: Method, original: KV, ids: list[int], case: _Case) -> list[Answer]:
+def _from_stored(
+    model: Model, method: Method, original: KV, ids: list[int], guess: list[int], case: _Case
+) -> list[Answer]:
+    """The answers to `ids` at each precision; `guess` is what the original says, which most say too."""
     cache = empty_cache(model, original, len(ids) + ANSWER_TOKENS)
     found = []
     with method.store(original) as stored:
         for precision in stored.decode(cache):
-            right = _right(model, cache, ids, case, stored.sparse)
+            tokens = cache.tokens
+            if stored.sparse is None:
+                said = continue_greedily(model, cache, ids, ANSWER_TOKENS, guess=guess)
+            else:
+                # A guess would fetch what only it asks for.
+                with replaced_attention(model, stored.sparse.attend), stored.sparse.answer(cache):
+                    said = continue_greedily(model, cache, ids, ANSWER_TOKENS)
+            cache.rollback(tokens)
             bits = 8 * stored.sizes.up_to(precision) / elements(original)
-            found.append(Answer(precision=precision, right=right, bits=bits))
+            found.append(Answer(precision=precision, right=_holds(model, said, case.needle), bits=bits))
     return found
 
 
-def _right(model: Model, cache: LynxCache, ids: list[int], case: _Case, sparse: SparseFetch | None = None) -> bool:
-    tokens = cache.tokens
-    with (
-        replaced_attention(model, sparse.attend) if sparse else nullcontext(),
-        sparse.answer(cache) if sparse else nullcontext(),
-    ):
-        answer = model.to_text(continue_greedily(model, cache, ids, ANSWER_TOKENS))
-    cache.rollback(tokens)
-    return case.needle.answer.lower() in answer.lower()
+def _holds(model: Model, token_ids: Sequence[int], needle: Needle) -> bool:
+    return needle.answer.lower() in model.to_text(token_ids).lower()
 
 
 __all__ = ["ANSWER_TOKENS", "DEPTHS", "NEEDLES", "Needle", "TaskRow", "bench_tasks", "plant"]

@@ -64,8 +64,9 @@ def test_the_schema_has_the_fields_of_a_row() -> None:
 
 
 def test_a_sweep_beside_other_codecs(lynx: Lynx, document: str) -> None:
-    arguments = ("--tokens", 60, "--draft-tokens", 2, "--document", document, "--json")
+    arguments = ("--tokens", 60, "--draft-tokens", 2, "--prompts", 2, "--document", document, "--json")
     result = json.loads(lynx("bench", "codec", "--sweep", "page", "--codec", "fixed", *arguments).out)
+    assert {row["prompts"] for row in result["rows"]} == {2}
     assert [row["codec"] for row in result["rows"]] == [
         "fixed", "alg1:page_tokens=128", "alg1", "alg1:page_tokens=512", "fixed:page_tokens=128",
         "fixed:page_tokens=256",

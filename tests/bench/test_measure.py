@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from lynxkv.bench.measure import accepted_length, empty_cache, make_reference, measure
+from lynxkv.bench.measure import (
+    accepted_length,
+    continue_greedily,
+    empty_cache,
+    live_cache,
+    make_reference,
+    measure,
+    rounded,
+)
 from lynxkv.bench.stats import bootstrap, difference, mean, ratio
 from lynxkv.integrations.hf import Model
 from lynxkv.models import prefill
@@ -55,6 +64,19 @@ def test_one_pass_finds_what_drafting_token_by_token_finds(family: str) -> None:
         cache.rollback(tokens)
         same = [ours == theirs for ours, theirs in zip(draft, prompt.target_ids, strict=True)]
         assert accepted == (same.index(False) if False in same else len(same))
+
+
+@pytest.mark.parametrize("held", [0, 1, 5, 8])
+def test_a_guess_changes_nothing_but_the_way(held: int) -> None:
+    model = replace(tiny_model("mistral"), eos_token_ids=frozenset())
+    cache = live_cache(model, rounded(prefill(model, TOKENS[:40])), 20)
+    plain = continue_greedily(model, cache, [5, 6], 8)
+    assert len(plain) == 8
+    cache.rollback(40)
+    wrong = [3 if token != 3 else 4 for token in plain]
+    assert continue_greedily(model, cache, [5, 6], 8, guess=[*plain[:held], *wrong[held:]]) == plain
+    cache.rollback(40)
+    assert continue_greedily(model, cache, [5, 6], 8, guess=plain[:held]) == plain
 
 
 OWN_ATTENTION: list[tuple[str, dict[str, Any]]] = [

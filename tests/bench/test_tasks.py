@@ -117,6 +117,7 @@ def test_the_command(lynx: Lynx, model: Model, monkeypatch: pytest.MonkeyPatch) 
     }
     row = TaskRow(codec="int8", precision="full", kind="fact", tokens=64, right=0, kept=0, asked=4, bits=9.0)
     assert asdict(row).keys() == content["rows"][0].keys()
-    table = lynx("bench", "tasks", "--quick", "--tokens", 64, "--codec", "int8").out
+    table = lynx("bench", "tasks", "--tokens", 64, "--codec", "int8", "--depth", 0.3).out
+    assert "of 2" in table
     assert table.splitlines()[0].split() == ["codec", "precision", "task", "tokens", "right", "kept", "bits"]
     assert sum(line.startswith("int8") for line in table.splitlines()) == 2

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
-    "encode", "calibrate", "inspect", "check", "generate", "serve", "ls", "rm", "prune", "export",
+    "encode", "calibrate", "inspect", "check", "generate", "serve", "plan", "ls", "rm", "prune", "export",
     "bench batch", "bench codec", "bench decode", "bench fetch", "bench kernels", "bench tasks",
 ]  # fmt: skip
 

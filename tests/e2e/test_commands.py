@@ -17,7 +17,7 @@ import jsonschema
 import pyte
 import pytest
 
-from lynxkv_cli import bench_fetch, check, encode, export, generate, inspect, ls, prune, rm
+from lynxkv_cli import bench_fetch, check, encode, export, generate, inspect, ls, plan, prune, rm
 
 if TYPE_CHECKING:
     from tests.conftest import Finished, Lynx
@@ -61,7 +61,7 @@ def test_the_examples_of_the_help_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "README.md").write_text(DOCUMENT, "utf-8")
-    for module in (encode, inspect, check, generate, ls, export, prune, bench_fetch, rm):
+    for module in (encode, inspect, check, generate, plan, ls, export, prune, bench_fetch, rm):
         example = module.HELP.splitlines()[0].removeprefix("Example: lynxkv ")
         done = lynx(*shlex.split(example))
         assert done.code == 0, (example, done.err)
