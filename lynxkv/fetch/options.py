@@ -42,6 +42,8 @@ class FetchOptions:
             names such a place: only who reads it does.
         if_residual_unavailable: "error", or "anchor-only": what is loaded then has the Anchor's precision and says so.
             A Residual that is damaged or belongs to another encode is an error always.
+        dscp: mark packets, so that a network that heeds it takes those of Anchors before those of Residuals, other
+            readers' too: AF21 and LE. Not with obstore, which has no way to; "auto" does not take it then.
         cache_dir: a folder of this machine's disk that keeps what is fetched from other machines, and is read instead
             the next time. Opening still asks the store for the Anchor's head, and notices whether it was replaced.
         cache_max_bytes: what that folder may take; what was used least lately is dropped.
@@ -55,6 +57,7 @@ class FetchOptions:
     attempts: int = 4
     residual_url: Url | None = None
     if_residual_unavailable: ResidualPolicy = "error"
+    dscp: bool = False
     cache_dir: str | os.PathLike[str] | None = None
     cache_max_bytes: int = CACHE_MAX_BYTES
 

@@ -38,6 +38,7 @@ from lynxkv.format.read import (
 )
 from lynxkv.layout import CacheHeader, ResidualRef, Span, TransformRef
 from lynxkv.store import Link, Store, Url
+from lynxkv.store.marks import ANCHOR_TOS, RESIDUAL_TOS
 from lynxkv.store.transport import Transport, transport_for
 
 T = TypeVar("T")
@@ -71,7 +72,8 @@ class SpanReader:
         ahead: bool,
         number: int = 0,
     ) -> None:
-        self.store = Store(url)
+        first, second = (ANCHOR_TOS, RESIDUAL_TOS) if options.dscp else (None, None)
+        self.store = Store(url, tos=first)
         self.url = self.store.url
         self.number = number
         self._scheduler, self._options, self._ahead, self._link = scheduler, options, ahead, link
@@ -80,7 +82,9 @@ class SpanReader:
         self._copies: dict[str, ShardCopy] = {}
         self._ranges = self._residual_ranges = self._reader_of(self.store, link)
         if options.residual_url is not None:
-            self._residual_ranges = self._reader_of(Store.of_residuals(options.residual_url), link)
+            self._residual_ranges = self._reader_of(Store.of_residuals(options.residual_url, tos=second), link)
+        elif second is not None:
+            self._residual_ranges = self._reader_of(Store(url, tos=second), link)
         self.residual_problem: str | None = None
         self._front = self._start_front(ANCHOR_NAME)
         self._residual_front: Front | None = None

@@ -16,6 +16,7 @@ from lynxkv.errors import CacheNotFoundError, FetchError, InputError, StoreError
 from lynxkv.format.document import ANCHOR_NAME
 from lynxkv.format.read import read_anchor_head
 from lynxkv.format.write import Buffer, Shard
+from lynxkv.store.marks import marked_client, marked_sockets
 from lynxkv.store.problems import (
     exists_already,
     hint_of,
@@ -43,16 +44,19 @@ class ObjectInfo:
 
 
 class Store:
-    """One cache's prefix `NAME.lynx/` on any file system that fsspec reaches."""
+    """One cache's prefix `NAME.lynx/` on any file system that fsspec reaches.
 
-    def __init__(self, url: Url) -> None:
+    With `tos`, packets to S3 and HTTP carry this mark; see `marks`.
+    """
+
+    def __init__(self, url: Url, *, tos: int | None = None) -> None:
         name = os.fspath(url).rstrip("/")
         if not name.endswith(SUFFIX) or name.rsplit("/", 1)[-1] == SUFFIX:
             raise InputError(f"{url} does not name a cache", hint=f"a cache is a folder or prefix NAME{SUFFIX}")
-        self._open(url)
+        self._open(url, tos)
 
     @classmethod
-    def of_residuals(cls, url: Url) -> Store:
+    def of_residuals(cls, url: Url, *, tos: int | None = None) -> Store:
         """A folder or prefix that holds Residuals whose Anchors are elsewhere.
 
         Raises:
@@ -61,11 +65,11 @@ class Store:
         if os.fspath(url).rstrip("/").endswith(SUFFIX):
             raise InputError(f"{url} names a cache", hint=f"Residuals go to a folder whose name has no {SUFFIX}")
         store = cls.__new__(cls)
-        store._open(url)
+        store._open(url, tos)
         return store
 
-    def _open(self, url: Url) -> None:
-        self.fs, self.path, self.url = file_system(url)
+    def _open(self, url: Url, tos: int | None) -> None:
+        self.fs, self.path, self.url = file_system(url, tos=tos)
         self._writer = writer_for(self.fs, self.path)
 
     @property
@@ -283,7 +287,7 @@ class Store:
                     raise in_the_way(self.url, path)
 
 
-def file_system(url: Url) -> tuple[Any, str, str]:
+def file_system(url: Url, *, tos: int | None = None) -> tuple[Any, str, str]:
     """The file system that takes `url`, the path in it, and `url` as text without a slash at its end.
 
     Raises:
@@ -293,7 +297,7 @@ def file_system(url: Url) -> tuple[Any, str, str]:
     if text.strip("/") and not text.endswith("://"):
         text = text.rstrip("/")
     try:
-        fs, path = fsspec.core.url_to_fs(text, **_settings(text))
+        fs, path = fsspec.core.url_to_fs(text, **_settings(text, tos))
     except (ValueError, ImportError) as error:
         raise unknown_scheme(text, error) from error
     except OSError as error:  # of file systems inside files
@@ -301,10 +305,16 @@ def file_system(url: Url) -> tuple[Any, str, str]:
     return fs, path, text
 
 
-def _settings(url: str) -> dict[str, Any]:
+def _settings(url: str, tos: int | None) -> dict[str, Any]:
     """What a file system is told beside what its users have set up."""
-    if url.partition("://")[0] not in ("s3", "s3a"):
+    scheme = url.partition("://")[0]
+    if scheme in ("http", "https") and tos is not None:
+        return {"get_client": marked_client(tos)}
+    if scheme not in ("s3", "s3a"):
         return {}
     # Retrying is done once, by whoever knows the deadline: botocore alone would try a wrong host for a quarter minute.
-    configured = {**fsspec.config.conf.get("s3", {}).get("config_kwargs", {})}
-    return {"config_kwargs": {"retries": {"total_max_attempts": 1}, **configured}}
+    settings: dict[str, Any] = {"retries": {"total_max_attempts": 1}}
+    if tos is not None:
+        settings["connector_args"] = {"socket_factory": marked_sockets(tos)}
+    configured = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
+    return {"config_kwargs": {**settings, **configured}}

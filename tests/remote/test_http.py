@@ -10,14 +10,16 @@ import lynxkv
 from lynxkv.choices import TransportName
 from lynxkv.fetch import FetchOptions
 from lynxkv.fetch.reader import CacheReader
+from lynxkv.store.marks import ANCHOR_TOS, RESIDUAL_TOS, marked_client
+from lynxkv.store.transport import HttpTransport
 from lynxkv.testing.kv import random_kv
-from tests.remote.conftest import HttpServer
+from lynxkv.testing.servers import Server
 
 TRANSPORTS: tuple[TransportName, ...] = ("fsspec", "obstore")
 
 
 @pytest.fixture
-def name(http: HttpServer) -> str:
+def name(http: Server) -> str:
     """A cache in the served folder."""
     name = f"{uuid.uuid4().hex}.lynx"
     lynxkv.encode(random_kv(layers=3, tokens=700), http.folder / name)
@@ -25,7 +27,7 @@ def name(http: HttpServer) -> str:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_each_transport_brings_the_same_bits(transport: TransportName, name: str, http: HttpServer) -> None:
+def test_each_transport_brings_the_same_bits(transport: TransportName, name: str, http: Server) -> None:
     pytest.importorskip(transport)
     plain = lynxkv.load(http.folder / name)
     loaded = lynxkv.load(f"{http.url}/{name}", options=FetchOptions(transport=transport))
@@ -35,7 +37,7 @@ def test_each_transport_brings_the_same_bits(transport: TransportName, name: str
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ranges_at_and_behind_the_end(transport: TransportName, name: str, http: HttpServer) -> None:
+def test_ranges_at_and_behind_the_end(transport: TransportName, name: str, http: Server) -> None:
     pytest.importorskip(transport)
     url = f"{http.url}/{name}"
     with CacheReader(url, options=FetchOptions(transport=transport), header_only=True) as reader:
@@ -48,7 +50,7 @@ def test_ranges_at_and_behind_the_end(transport: TransportName, name: str, http:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_server_without_ranges_is_refused(transport: TransportName, name: str, http: HttpServer) -> None:
+def test_a_server_without_ranges_is_refused(transport: TransportName, name: str, http: Server) -> None:
     pytest.importorskip(transport)
     with pytest.raises(lynxkv.FetchError) as caught:
         CacheReader(f"{http.url_without_ranges}/{name}", options=FetchOptions(transport=transport, concurrency=1)).read(
@@ -58,7 +60,7 @@ def test_a_server_without_ranges_is_refused(transport: TransportName, name: str,
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_missing_caches_and_hosts_are_told_apart(transport: TransportName, http: HttpServer) -> None:
+def test_missing_caches_and_hosts_are_told_apart(transport: TransportName, http: Server) -> None:
     pytest.importorskip(transport)
     options = FetchOptions(transport=transport, attempts=2)
     with pytest.raises(lynxkv.CacheNotFoundError, match=r"there is no anchor\.safetensors"):
@@ -69,7 +71,20 @@ def test_missing_caches_and_hosts_are_told_apart(transport: TransportName, http:
         assert "host" in str(caught.value.hint), (str(caught.value), caught.value.hint)
 
 
-def test_http_is_refused_as_a_target(http: HttpServer) -> None:
+def test_http_is_refused_as_a_target(http: Server) -> None:
     with pytest.raises(lynxkv.StoreError, match="cannot") as caught:
         lynxkv.encode(random_kv(), f"{http.url}/new.lynx")
     assert "can only be read" in str(caught.value.hint)
+
+
+def test_packets_of_shards_are_marked_unlike(name: str, http: Server) -> None:
+    plain = lynxkv.load(http.folder / name)
+    options = FetchOptions(dscp=True)
+    with CacheReader(f"{http.url}/{name}", options=options) as reader:
+        (span,) = reader.spans
+        transports = [span._ranges.transport, span._residual_ranges.transport]
+    assert all(isinstance(transport, HttpTransport) for transport in transports)
+    assert [transport.fs.get_client for transport in transports] == [marked_client(ANCHOR_TOS), marked_client(RESIDUAL_TOS)]
+    loaded = lynxkv.load(f"{http.url}/{name}", options=options)
+    for mine, right in zip(loaded.layers, plain.layers, strict=True):
+        assert all(mine.tensors[name].equal(tensor) for name, tensor in right.tensors.items())

@@ -16,6 +16,7 @@ from lynxkv.choices import TransportName
 from lynxkv.fetch import FetchOptions
 from lynxkv.fetch.reader import CacheReader
 from lynxkv.store import Store
+from lynxkv.store.marks import ANCHOR_TOS, RESIDUAL_TOS, marked_sockets
 from lynxkv.store.transport import S3Transport, transport_for
 from lynxkv.store.uploads import Upload, unfinished
 from lynxkv.testing.kv import random_kv
@@ -260,6 +261,18 @@ def test_probing_a_target_leaves_nothing(url: str) -> None:
     store.check_target(overwrite=False)
     assert not store.try_objects()
     assert not list(unfinished(store.fs, store.path))
+
+
+def test_packets_can_be_marked(url: str) -> None:
+    kv = random_kv(layers=3, tokens=700)
+    lynxkv.encode(kv, url)
+    with CacheReader(url, options=FetchOptions(dscp=True)) as reader:
+        (span,) = reader.spans
+        for ranges, tos in ((span._ranges, ANCHOR_TOS), (span._residual_ranges, RESIDUAL_TOS)):
+            assert isinstance(ranges.transport, S3Transport)  # obstore has no way to
+            assert ranges.transport.fs.config_kwargs["connector_args"] == {"socket_factory": marked_sockets(tos)}
+        assert list(reader.stream_anchor())
+        assert list(reader.start_residual())
 
 
 def test_obstore_is_the_default_where_it_does_what_s3fs_would(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
