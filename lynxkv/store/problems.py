@@ -237,9 +237,11 @@ def _status(error: BaseException) -> int | None:
     cause: BaseException | None = error
     while cause is not None:
         stated = _STATUS.search(_told(cause))
-        for found in (*(getattr(cause, name, None) for name in _STATUS_NAMES), stated and stated[1]):
-            if str(found).isdigit() and 100 <= int(str(found)) < 600:
-                return int(str(found))
+        found = (
+            stated[1] if stated else next(filter(None, (getattr(cause, name, None) for name in _STATUS_NAMES)), None)
+        )
+        if str(found).isdigit() and 100 <= int(str(found)) < 600:
+            return int(str(found))
         cause = cause.__cause__
     return None
 

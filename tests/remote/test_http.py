@@ -82,9 +82,9 @@ def test_packets_of_shards_are_marked_unlike(name: str, http: Server) -> None:
     options = FetchOptions(dscp=True)
     with CacheReader(f"{http.url}/{name}", options=options) as reader:
         (span,) = reader.spans
-        transports = [span._ranges.transport, span._residual_ranges.transport]
-    assert all(isinstance(transport, HttpTransport) for transport in transports)
-    assert [transport.fs.get_client for transport in transports] == [marked_client(ANCHOR_TOS), marked_client(RESIDUAL_TOS)]
+        for ranges, tos in ((span._ranges, ANCHOR_TOS), (span._residual_ranges, RESIDUAL_TOS)):
+            assert isinstance(ranges.transport, HttpTransport)
+            assert ranges.transport.fs.get_client is marked_client(tos)
     loaded = lynxkv.load(f"{http.url}/{name}", options=options)
     for mine, right in zip(loaded.layers, plain.layers, strict=True):
         assert all(mine.tensors[name].equal(tensor) for name, tensor in right.tensors.items())
