@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from lynxkv.fetch import options
 from lynxkv.fetch.waiting import result_of
-from lynxkv.format.index import Segment
+from lynxkv.format.index import ZSTD, Segment
 
 U8 = npt.NDArray[np.uint8]
 
@@ -214,4 +214,5 @@ def ranges(
 
 
 def _memory_bytes(segment: Segment) -> int:
-    return max(segment.stored_bytes, segment.raw_bytes)
+    """What a segment takes when it is checked: as it is stored, and beside that what it expands to."""
+    return segment.stored_bytes + (segment.raw_bytes if segment.compression == ZSTD else 0)

@@ -1,0 +1,23 @@
+"""Writers killed at random moments on S3, of objects in one request and in several parts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parents[1] / "killed_writers.py"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize(
+    ("moments", "tokens"),
+    [(1, 300), pytest.param(60, 300, marks=pytest.mark.slow), pytest.param(40, 9000, marks=pytest.mark.slow)],
+)
+def test_on_s3(moments: int, tokens: int, s3: str) -> None:
+    arguments = [sys.executable, "-W", "ignore", PROGRAM, f"{s3}/{uuid.uuid4().hex}.lynx", moments, tokens]
+    subprocess.run([str(argument) for argument in arguments], check=True, timeout=900)
