@@ -23,9 +23,10 @@ Measure from opening a cache to its first draft token, first verified token and 
 
 A system is a codec and a mode: default@progressive drafts on the Anchor, default@exact goes on to the original,
 int8@whole waits for all of the cache, int8@layers runs steps behind the layers that arrive; prefill computes the
-prompt again. default@draft drafts k tokens, default@held the same without refining meanwhile. All answer the
-same questions in turns, over the same simulated link, through the same loader. The limits are bytes over the
-link's rate, two round trips and one model step. Take a machine that does nothing else.
+prompt again. default@draft drafts k tokens, default@held the same without refining meanwhile. The baselines of
+bench codec, as kivi:bits=4@whole, are fetched whole. All answer the same questions in turns, over the same
+simulated link, through the same loader. The limits are bytes over the link's rate, two round trips and one model
+step. Take a machine that does nothing else.
 """
 
 

@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, Protocol
 
+import torch
+
+from lynxkv.bench.baselines import BASELINES
 from lynxkv.bench.codec import Progress
 from lynxkv.bench.documents import Document
+from lynxkv.bench.measure import rounded
+from lynxkv.bench.methods import parse_methods
+from lynxkv.bench.stored import Method, StoredCache
 from lynxkv.choices import Verify, parse_codec
 from lynxkv.codecs import get_codec
 from lynxkv.draft import Speculate
@@ -26,6 +32,7 @@ from lynxkv.events import Event, GenerateResult, Verified
 from lynxkv.fetch import CacheReader, SegmentPayload, SegmentStream, open_cache
 from lynxkv.integrations.hf import LynxCache, Model
 from lynxkv.integrations.hf.templates import open_turn, suffix
+from lynxkv.kv import KV, KVLayer
 from lynxkv.models import Prefilled, prefill_with_logits
 from lynxkv.pace import Pace
 from lynxkv.proof import prove
@@ -48,6 +55,8 @@ DEFAULT_SYSTEMS = (
     "int8@whole",
     "int8@layers",
     "int4@whole",
+    "byte-planes@whole",
+    "kivi:bits=4@whole",
     "alg1:alpha=100,chunk_dtype=f32@progressive",
     "default@progressive",
     "default@whole",
@@ -188,6 +197,47 @@ class _HeldStream:
 
 
 @dataclass
+class BaselineSystem:
+    """Somebody else's way to store a cache (`lynxkv.bench.baselines`), all of it fetched before it is decoded.
+
+    As many bytes as it takes come through the loader that the others use, from a cache that holds just them; its values
+    come from the baseline's own code, which has decoded them before: what decoding would take is not counted.
+    """
+
+    label: str
+    method: Method
+    model: Model
+    prompt_tokens: int = 0
+    sizes: tuple[int, int] = (0, 0)
+    url: str = ""
+    kept: ExitStack = field(default_factory=ExitStack)
+    stored: StoredCache | None = None
+
+    def publish(self, filled: Prefilled, folder: Path) -> None:
+        """Keep the cache as the baseline does, and store as many bytes."""
+        self.prompt_tokens = filled.kv.tokens
+        self.stored = self.kept.enter_context(self.method.store(rounded(filled.kv)))
+        size = self.stored.sizes.total_bytes
+        rows = torch.zeros(1, -(-size // 128), 64, dtype=torch.bfloat16)
+        layer = KVLayer(tensors={"latent": rows}, start=0, stop=rows.shape[1], kind="full")
+        name = "".join(character if character.isalnum() else "-" for character in self.label)
+        report = encode(KV(layers=[layer], start=0, stop=rows.shape[1]), folder / f"{name}.lynx", codec="raw")
+        self.url, self.sizes = report.url, (report.bytes_anchor, report.bytes_anchor)
+
+    def answer(self, suffix_ids: Sequence[int], tokens: int, link: Link | None, *, check: bool) -> Timing:
+        """Fetch all, then decode."""
+        assert self.stored is not None
+        cache = self.model.new_cache(self.prompt_tokens, len(suffix_ids) + tokens)
+        with open_cache(self.url, link=link) as reader:
+            began = reader.opened_at
+            for _ in reader.stream_anchor():
+                pass
+        for _ in self.stored.decode(cache):
+            pass
+        return _answered(self.model, cache, suffix_ids, tokens, began, check=check)
+
+
+@dataclass
 class PrefillSystem:
     """No cache at all: the prompt is computed again."""
 
@@ -205,19 +255,26 @@ class PrefillSystem:
         """Prefill, then decode."""
         began = time.perf_counter()
         cache = self.model.new_cache(0, len(self.prompt_ids) + len(suffix_ids) + tokens)
-        pending, verified_s = [*self.prompt_ids, *suffix_ids], list[float]()
-        while len(verified_s) < tokens:
-            pending = [int(self.model.step(cache, pending)[0].argmax())]
-            verified_s.append(time.perf_counter() - began)
-        return Timing(
-            first_draft_s=None,
-            first_verified_s=verified_s[0],
-            kth_verified_s=verified_s[-1],
-            drafted=0,
-            accepted=0,
-            peak_bytes=cache.nbytes,
-            equal=True if check else None,
-        )
+        return _answered(self.model, cache, [*self.prompt_ids, *suffix_ids], tokens, began, check=check)
+
+
+def _answered(
+    model: Model, cache: LynxCache, pending: Sequence[int], tokens: int, began: float, *, check: bool
+) -> Timing:
+    """Greedy tokens after `pending`, one by one; such a text is that of plain decoding."""
+    verified_s: list[float] = []
+    while len(verified_s) < tokens:
+        pending = [int(model.step(cache, pending)[0].argmax())]
+        verified_s.append(time.perf_counter() - began)
+    return Timing(
+        first_draft_s=None,
+        first_verified_s=verified_s[0],
+        kth_verified_s=verified_s[-1],
+        drafted=0,
+        accepted=0,
+        peak_bytes=cache.nbytes,
+        equal=True if check else None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,6 +419,10 @@ def _system(text: str, model: Model) -> System:
         raise InputError(
             f"there is no system {text!r}", hint=f"write prefill, or CODEC@MODE with a mode of {', '.join(MODES)}"
         )
+    if codec.partition(":")[0] in BASELINES:
+        if mode != "whole":
+            raise InputError(f"{text}: baselines are fetched whole", hint=f"write {codec}@whole")
+        return BaselineSystem(text, parse_methods([codec])[0], model)
     choice = parse_codec(codec)
     get_codec(choice.name, **choice.params)
     return CacheSystem(text, codec, next(known for known in MODES if known == mode), model)
@@ -384,7 +445,12 @@ def _published(
             system.publish(filled, Path(folder))
             if isinstance(system, CacheSystem):
                 system.answer(question, 4, None, check=False)
-        yield systems, _step_seconds(model, filled, question)
+        try:
+            yield systems, _step_seconds(model, filled, question)
+        finally:
+            for system in systems:
+                if isinstance(system, BaselineSystem):
+                    system.kept.close()
 
 
 def _step_seconds(model: Model, filled: Prefilled, suffix_ids: list[int]) -> float:

@@ -26,6 +26,8 @@ SYSTEMS = (
     "int8@whole",
     "int8@layers",
     "raw@whole",
+    "turboquant@whole",
+    "byte-planes@whole",
     "prefill",
     "default@draft",
     "default@held",
@@ -62,6 +64,8 @@ def test_rows_of_all_kinds_of_systems(lynx: Lynx, document: str) -> None:
     assert exact["bytes_anchor"] < default["bytes_total"] < exact["bytes_total"]
     assert whole["drafted"] == rows["int8@layers"]["drafted"] == 0
     assert rows["prefill"]["bytes_total"] == 0
+    assert rows["byte-planes@whole"]["bytes_total"] < 1.2 * rows["raw@whole"]["bytes_total"]
+    assert rows["turboquant@whole"]["bytes_total"] < rows["byte-planes@whole"]["bytes_total"]
     assert rows["default@draft"]["drafted"] == rows["default@held"]["drafted"] == 5
     assert [item["system"] for item in result["speedups"]] == [name for name in SYSTEMS if name != "int8@whole"]
     assert {item["baseline"] for item in result["speedups"]} == {"int8@whole"}
@@ -86,6 +90,8 @@ def test_the_schema_has_the_fields_of_the_rows() -> None:
     [
         (("--system", "default@sometimes"), 1, "there is no system"),
         (("--system", "best"), 1, "there is no codec"),
+        (("--system", "kivi@progressive"), 1, "fetched whole"),
+        (("--system", "kivi:window=x@whole"), 1, "window"),
         (("--system", "raw@whole", "--system", "raw@whole"), 1, "twice"),
         (("--system", "raw@whole", "--baseline", "int4@whole"), 2, "not among"),
         (("--link", "fast"), 2, "cannot read the link"),
