@@ -442,6 +442,11 @@ def check_document(document: Document) -> None:
         hexadecimal(transform, "sha256")
         need(field(transform, "name", str) == f"basis-{transform['sha256'][:16]}.safetensors", "transform.name")
         integer(transform, "bytes", 64, MAX_BASIS_BYTES)
+    # SPEC 9.5: "MAY be absent".
+    part_of = field(document, "part_of", dict, type(None)) if "part_of" in document else None
+    if part_of is not None:
+        need(SIBLING.fullmatch(field(part_of, "name", str)) is not None, "part_of.name")
+        integer(part_of, "stop", stop + 1, MAX_TOKENS)
     logits = field(document, "logits", dict, type(None))
     if logits is not None:
         # SPEC 9.3 and 10.
@@ -456,7 +461,7 @@ def check_document(document: Document) -> None:
     need(1 <= len(layers) <= MAX_LAYERS, "number of layers")
     for layer in layers:
         check_layer(layer, start, stop, len(codings))
-        need(parent is None or layer["kind"] == "full", "a sliding layer in a chain")
+        need((parent or part_of) is None or layer["kind"] == "full", "a sliding layer in a chain")
     identity = field(document, "identity", dict)
     for name in ("model_id", "revision", "adapter"):
         field(identity, name, str, type(None))

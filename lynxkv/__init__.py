@@ -31,6 +31,7 @@ from lynxkv.errors import (
     TruncatedError,
     UnsupportedFormatError,
     UnsupportedModelError,
+    WriterStoppedError,
 )
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from lynxkv.manage import list_caches as list_caches
     from lynxkv.manage import prune as prune
     from lynxkv.manage import remove as remove
+    from lynxkv.manage import remove_chain as remove_chain
     from lynxkv.models import prefill as prefill
     from lynxkv.models import prefill_with_logits as prefill_with_logits
     from lynxkv.quantization import dequantize as dequantize
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from lynxkv.report import inspect as inspect
     from lynxkv.runner import generate as generate
     from lynxkv.sampling import Sampling as Sampling
+    from lynxkv.spans import encode_prompt as encode_prompt
     from lynxkv.store import Link as Link
 
 # name: where it is defined
@@ -74,6 +77,7 @@ _LAZY = {
     "continuation": "lynxkv.continuing.continuation",
     "dequantize": "lynxkv.quantization.dequantize",
     "encode": "lynxkv.encoder.encode",
+    "encode_prompt": "lynxkv.spans.encode_prompt",
     "export": "lynxkv.exporting.export",
     "generate": "lynxkv.runner.generate",
     "generate_batch": "lynxkv.batch.generate_batch",
@@ -89,6 +93,7 @@ _LAZY = {
     "prune": "lynxkv.manage.prune",
     "quantize": "lynxkv.quantization.quantize",
     "remove": "lynxkv.manage.remove",
+    "remove_chain": "lynxkv.manage.remove_chain",
 }
 
 __all__ = [
@@ -113,6 +118,7 @@ __all__ = [
     "TruncatedError",
     "UnsupportedFormatError",
     "UnsupportedModelError",
+    "WriterStoppedError",
     "__version__",
     "calibrate",
     "check",
@@ -120,6 +126,7 @@ __all__ = [
     "continuation",
     "dequantize",
     "encode",
+    "encode_prompt",
     "export",
     "generate",
     "generate_batch",
@@ -135,6 +142,7 @@ __all__ = [
     "prune",
     "quantize",
     "remove",
+    "remove_chain",
 ]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from lynxkv.decoder import CacheDecoder, Destination
 from lynxkv.events import AnchorProgress, Event, ResidualProgress, Span, Track
 from lynxkv.fetch import CacheReader, SegmentPayload, SegmentStream
+from lynxkv.fetch.waiting import wait_for_one
 from lynxkv.layout import Precision
 
 STAGES: tuple[Precision, ...] = ("anchor", "full", "exact")
@@ -55,7 +56,10 @@ class ArrivingCache:
             refines=self._aim != "anchor",
             bases=reader.bases(),
         )
-        self._missing = _missing(reader)
+        self._missing: dict[Precision, Counter[int]] = {stage: Counter() for stage in STAGES}
+        self._has: dict[Precision, bool] = dict.fromkeys(STAGES, False)
+        self._known_spans = 0
+        self._grow()
         self._started_at = time.perf_counter()
         self._anchor: SegmentStream | None = None
         self._residual: SegmentStream | None = None
@@ -89,7 +93,7 @@ class ArrivingCache:
 
     def has(self, precision: Precision) -> bool:
         """Whether the cache stores anything of its own for this precision."""
-        return bool(self._missing[precision])
+        return self._has[precision]
 
     def complete(self, precision: Precision) -> bool:
         """Whether every element holds at least `precision`, or the best the cache has."""
@@ -106,7 +110,10 @@ class ArrivingCache:
     def start(self) -> None:
         """Start to fetch the Anchor."""
         if self._anchor is None:
+            growing = self._reader.is_growing
             self._anchor = self._reader.stream_anchor()
+            if growing and not self._hold:  # while the next span is computed the link is free
+                self.start_residual()
 
     def start_residual(self) -> None:
         """Start to fetch the Residual, if it is wanted."""
@@ -123,7 +130,7 @@ class ArrivingCache:
         """Decode what arrives until this layer has `precision`, or the best the cache has of it."""
         began = time.perf_counter()
         for stage in STAGES[: STAGES.index(precision) + 1]:
-            while self._missing[stage][layer] > 0:
+            while self._lacks(stage, layer):
                 self._take_next()
         self.waited_s += time.perf_counter() - began
 
@@ -142,6 +149,11 @@ class ArrivingCache:
         self.start()
         assert self._anchor is not None
         if not self._anchor.done:
+            # Until the next span is written there is time for the Residuals of those that are there.
+            early = self._residual if self._anchor.waits_for_more else None
+            if early is not None and not _comes_first(self._anchor, early):
+                self._refine(early.ready())
+                return
             payloads = self._anchor.wait()
             self._decode(payloads + self._anchor.ready())
             return
@@ -151,8 +163,30 @@ class ArrivingCache:
         payloads = self._residual.wait()
         self._refine(payloads + self._residual.ready())
 
+    def _lacks(self, stage: Precision, layer: int) -> bool:
+        growing = self._reader.is_growing  # asked first: what has come since is counted below
+        self._grow()
+        return growing or self._missing[stage][layer] > 0
+
+    def _grow(self) -> None:
+        """Take in the spans that have come to a chain which is still being written."""
+        spans = self._reader.spans
+        for span in spans[self._known_spans :]:
+            tensors = [segment.plan.tensor for segment in span.anchor_segments()]
+            self._missing["anchor"].update(tensor.layer for tensor in tensors if tensor is not None)
+            for ref in span.header.tensors:
+                count = sum(1 for _ in span.part.segments(ref))
+                self._missing["full"][ref.layer] += count if ref.coding.has_residual else 0
+                self._missing["exact"][ref.layer] += count if ref.coding.exact else 0
+            for stage in STAGES:
+                self._has[stage] |= bool(+self._missing[stage])
+        if len(spans) > self._known_spans:
+            self._decoder.grow(self._reader.extent, self._reader.bases())
+            self._known_spans = len(spans)
+
     def _decode(self, payloads: list[SegmentPayload]) -> None:
         assert self._anchor is not None
+        self._grow()
         if self._anchor.done and not self._hold:  # the link is free: ask for the Residual before anything is decoded
             self.start_residual()
         began, self._batch_bytes = self._now(), sum(payload.raw.nbytes for payload in payloads)
@@ -167,6 +201,7 @@ class ArrivingCache:
             self._span("fetch", 0.0, total)
             self._reach("anchor")
             self._swap()
+            self._reach_higher()
 
     def _refine(self, payloads: list[SegmentPayload]) -> None:
         if not payloads:
@@ -183,11 +218,14 @@ class ArrivingCache:
         total = self.bytes_total - self._reader.bytes_anchor
         self._on_event(ResidualProgress(total if self._residual.done else self._residual.bytes_done, total))
         self._batch_bytes = 0
+        self._reach_higher()
+        if self._residual.done:
+            self._span("fetch", self._residual_s, total)
+
+    def _reach_higher(self) -> None:
         for precision in STAGES[1:]:
             if self.has(precision) and self.complete(precision):
                 self._reach(precision)
-        if self._residual.done:
-            self._span("fetch", self._residual_s, total)
 
     def _reach(self, precision: Precision) -> None:
         self.complete_s.setdefault(precision, self._now())
@@ -213,14 +251,8 @@ class ArrivingCache:
         return time.perf_counter() - self._reader.opened_at
 
 
-def _missing(reader: CacheReader) -> dict[Precision, Counter[int]]:
-    """Segments of each layer, by the precision that they lead to."""
-    missing: dict[Precision, Counter[int]] = {stage: Counter() for stage in STAGES}
-    for span in reader.spans:
-        tensors = [segment.plan.tensor for segment in span.anchor_segments()]
-        missing["anchor"].update(tensor.layer for tensor in tensors if tensor is not None)
-        for ref in span.header.tensors:
-            count = sum(1 for _ in span.part.segments(ref))
-            missing["full"][ref.layer] += count if ref.coding.has_residual else 0
-            missing["exact"][ref.layer] += count if ref.coding.exact else 0
-    return {stage: +layers for stage, layers in missing.items()}
+def _comes_first(anchor: SegmentStream, residual: SegmentStream) -> bool:
+    """Wait for whichever has something next, and say whether it is `anchor`, which has precedence."""
+    pending = [stream.pending for stream in (anchor, residual) if stream.pending is not None]
+    wait_for_one(pending)
+    return anchor.pending is None or anchor.pending.done()

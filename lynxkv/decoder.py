@@ -79,22 +79,34 @@ class CacheDecoder:
         refines: bool = True,
         bases: Sequence[Basis | None] = (),
     ) -> None:
-        bases = bases or [None] * len(extent.spans)
-        if [span.header.transform for span in extent.spans] != [basis and basis.ref for basis in bases]:
-            raise BindingError("a cache is decoded with another basis than its own")
-        self.extent = extent
+        self.extent = Extent(spans=())
         self._destination = destination
         self._skip_anchor, self._refines = skip_anchor, refines
-        self._shared = [_Shared(header=span.header, basis=own) for span, own in zip(extent.spans, bases, strict=True)]
+        self._shared: list[_Shared] = []
         self._codes: dict[_Place, U8] = {}
         # Segments of which the last tokens are not loaded: whole, for they cannot be decoded in part.
         self._aside: dict[_Place, Tensor] = {}
-        counts = [
-            (ref.coding, sum(1 for _ in span.segments(ref))) for span in extent.spans for ref in span.header.tensors
-        ]
-        self._anchor_left = sum(count for _, count in counts)
-        self._full_left = sum(count for coding, count in counts if coding.has_residual)
-        self._exact_left = sum(count for coding, count in counts if coding.exact)
+        self._anchor_left = self._full_left = self._exact_left = 0
+        self.grow(extent, bases)
+
+    def grow(self, extent: Extent, bases: Sequence[Basis | None] = ()) -> None:
+        """Take in what is loaded now, where spans have come to a chain that is still being written.
+
+        Raises:
+            BindingError: a basis is not the one that the header names.
+        """
+        bases = bases or [None] * len(extent.spans)
+        if [part.header.transform for part in extent.spans] != [basis and basis.ref for basis in bases]:
+            raise BindingError("a cache is decoded with another basis than its own")
+        known = len(self.extent.spans)
+        for part, basis in zip(extent.spans[known:], bases[known:], strict=True):
+            self._shared.append(_Shared(header=part.header, basis=basis))
+            for ref in part.header.tensors:
+                count = sum(1 for _ in part.segments(ref))
+                self._anchor_left += count
+                self._full_left += count if ref.coding.has_residual else 0
+                self._exact_left += count if ref.coding.exact else 0
+        self.extent = extent
 
     @property
     def complete_anchor(self) -> bool:
@@ -377,6 +389,7 @@ def decode_stages(
     Where anchor and full are the same only the latter is yielded, and of a cache without Residual just that, whatever
     was asked for: its one precision (SPEC 3). The last of `precisions` is the aim.
     """
+    reader.wait_for_writer()
     extent, aim = reader.extent, precisions[-1]
     for precision in precisions:
         check_precision(extent, precision)
@@ -414,11 +427,16 @@ def check_precision(extent: Extent, precision: Precision) -> None:
 
 def check_exact_destination(stored: Dtype, dtype: torch.dtype) -> None:
     """Refuse, with an InputError, a destination too narrow for full values: correcting starts from their very bits."""
-    if dtype not in (torch.float32, torch.float64, TORCH_DTYPES[stored]):
+    if not holds_exact(stored, dtype):
         raise InputError(
             f"a model in {str(dtype).removeprefix('torch.')} cannot hold the exact values of a {stored} cache",
             hint="load the model in float32, or in the dtype of the cache",
         )
+
+
+def holds_exact(stored: Dtype, dtype: torch.dtype) -> bool:
+    """Whether a destination's dtype holds every value of a cache's."""
+    return dtype in (torch.float32, torch.float64, TORCH_DTYPES[stored])
 
 
 def _shared_out(work: Callable[[T], R], items: Iterable[T], payloads: Iterable[SegmentPayload]) -> Iterator[R]:

@@ -17,7 +17,7 @@ from lynxkv._version import __version__
 from lynxkv.bases import CALIBRATE_HINT, basis_of, publish_basis
 from lynxkv.codecs import Codec, get_codec
 from lynxkv.codecs.base import Place
-from lynxkv.continuing import Continuation
+from lynxkv.continuing import Continuation, check_chainable
 from lynxkv.errors import BindingError, FormatError, InputError
 from lynxkv.format.basis import Basis
 from lynxkv.format.document import VERSION
@@ -42,6 +42,7 @@ from lynxkv.layout import (
     Dtype,
     Identity,
     LayerSpec,
+    PartOf,
     TensorName,
     TensorRef,
     TensorSpec,
@@ -96,6 +97,7 @@ def encode(
     logits: Tensor | None = None,
     store_token_ids: bool = True,
     parent: Continuation | None = None,
+    part_of: PartOf | None = None,
     overwrite: bool = False,
     residual_url: Url | None = None,
     progress: Progress | None = None,
@@ -113,6 +115,7 @@ def encode(
         store_token_ids: False keeps only the digests of the token ids.
         parent: what `kv` was prefilled on, as `continuation` says it; `kv` starts where that ends. Both are then loaded
             as one.
+        part_of: the chain that this cache is a part of, while that is being written (SPEC 9.5).
         residual_url: a folder or prefix for the Residual, instead of beside the Anchor. Its readers need to be told:
             nothing in the cache says where.
         progress: called with the name of the work, how much is done and how much there is.
@@ -145,6 +148,7 @@ def encode(
             logits=logits,
             store_token_ids=store_token_ids,
             parent=parent,
+            part_of=part_of,
             progress=progress,
             on_anchor=partial(store.send, upload) if upload is not None else None,
         )
@@ -176,6 +180,7 @@ def encode_shards(
     logits: Tensor | None = None,
     store_token_ids: bool = True,
     parent: Continuation | None = None,
+    part_of: PartOf | None = None,
     progress: Progress | None = None,
     on_anchor: Callable[[Buffer], None] | None = None,
 ) -> EncodedCache:
@@ -185,6 +190,9 @@ def encode_shards(
     if parent is not None:
         parent.check_continued_by(header)
         header = replace(header, parent=parent.parent)
+    if part_of is not None:
+        check_chainable(header)
+        header = replace(header, part_of=part_of)
     if logits is not None:
         header = replace(header, logits_tokens=_check_logits(logits))
     if basis is not None:

@@ -13,6 +13,7 @@
     │   ├── CacheNotFoundError (FileNotFoundError)
     │   ├── CacheExistsError (FileExistsError)
     │   └── FetchError                a read failed, and retries did not help
+    │       └── WriterStoppedError    nothing new came of a chain that is being written
     └── InputError (ValueError)       what the caller passed cannot be used
         ├── NonFiniteError            NaN or infinity in keys, values or logits
         └── UnsupportedModelError     a model kind that a KV cache per head cannot represent
@@ -83,6 +84,10 @@ class CacheExistsError(StoreError, FileExistsError):
 
 class FetchError(StoreError):
     """A read failed, and retries did not help."""
+
+
+class WriterStoppedError(FetchError):
+    """Nothing new came of a chain that is being written, for longer than its reader would wait."""
 
 
 class InputError(LynxError, ValueError):

@@ -222,6 +222,14 @@ class TransformRef:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PartOf:
+    """The chain that a cache was written as a part of (SPEC 9.5): the name of its last cache, and where that stops."""
+
+    name: str
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class SegmentPlan:
     """A segment of a tensor as the document implies it: coded tokens [first_token, first_token + tokens)."""
 
@@ -271,6 +279,7 @@ class CacheHeader:
     logits_tokens: int | None = None
     parent: Parent | None = None
     transform: TransformRef | None = None
+    part_of: PartOf | None = None
     writer: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -349,9 +358,13 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Extent:
-    """What a reader loads as one: a cache, the caches of a chain first to last, or their first tokens."""
+    """What a reader loads as one: a cache, the caches of a chain first to last, or their first tokens.
+
+    `planned_stop` is where a chain will stop that is still being written; its last spans are missing.
+    """
 
     spans: tuple[Span, ...]
+    planned_stop: int | None = None
 
     @classmethod
     def of(cls, header: CacheHeader) -> Extent:
@@ -364,7 +377,7 @@ class Extent:
 
     @property
     def stop(self) -> int:
-        return self.spans[-1].stop
+        return self.spans[-1].stop if self.planned_stop is None else self.planned_stop
 
     @property
     def tokens(self) -> int:
@@ -390,7 +403,8 @@ class Extent:
     @property
     def logits_tokens(self) -> int | None:
         """The size of the vocabulary that stored logits are over; None if those after the last token are not stored."""
-        return self.spans[-1].header.logits_tokens if self.spans[-1].is_whole else None
+        whole = self.planned_stop is None and self.spans[-1].is_whole
+        return self.spans[-1].header.logits_tokens if whole else None
 
     @cached_property
     def layers(self) -> tuple[LayerSpec, ...]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from lynxkv.errors import CacheNotFoundError, FormatError, InputError, StoreError
+from lynxkv.errors import CacheNotFoundError, FormatError, InputError, StoreError, UnsupportedFormatError
 from lynxkv.fetch import CacheReader
-from lynxkv.format.document import ANCHOR_NAME
+from lynxkv.format.document import ANCHOR_NAME, is_sibling_name
 from lynxkv.layout import CacheHeader
 from lynxkv.store import SUFFIX, Store, Url
 from lynxkv.store.prefix import file_system
@@ -38,12 +39,22 @@ class StoredObject:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheEntry:
-    """A cache in a listing. `problem`: why its header cannot be read, and what follows from it is None."""
+    """A cache in a listing. `problem`: why its header cannot be read, and what follows from it is None.
+
+    Attributes:
+        tokens: of the cache and those it continues.
+        own_tokens: those that it holds itself.
+        continues: names of the caches before it in its chain, first to last.
+        part_of: the name of the chain that it was written as a part of, which may not be complete yet.
+    """
 
     url: str
     bytes: int
     modified_s: float | None
     tokens: int | None
+    own_tokens: int | None
+    continues: tuple[str, ...]
+    part_of: str | None
     model_id: str | None
     codec: str | None
     bytes_anchor: int | None
@@ -73,6 +84,20 @@ class PruneReport:
     dry_run: bool
 
 
+@dataclass(kw_only=True)
+class _Cache:
+    """A cache that `prune` may remove. `continues`: URLs of those before it in its chain, first to last."""
+
+    url: str
+    modified_s: float | None
+    objects: list[StoredObject]
+    continues: list[str] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        return sum(item.bytes for item in self.objects)
+
+
 def list_caches(url: Url) -> list[CacheEntry]:
     """The caches under a folder or prefix, at any depth, or the one at `url`; by name.
 
@@ -90,13 +115,58 @@ def remove(url: Url) -> Removed:
 
     Raises:
         CacheNotFoundError: there is none, not even parts of one.
-        StoreError: it cannot be removed.
+        InputError: other caches continue it.
+        StoreError: it cannot be removed, or cannot be told whether others continue it.
     """
     store = Store(url)
     objects = find_objects(store.url).get(store.url, [])
     if not objects:
         raise CacheNotFoundError(f"{store.url}: there is no cache", hint="`lynxkv ls` shows what there is")
+    check_not_continued(store)
     return _remove(store.url, objects, "asked for", dry_run=False)
+
+
+def remove_chain(url: Url) -> list[Removed]:
+    """Remove the cache at `url`, then those that it continues, last to first, as far as no other cache continues them.
+
+    Raises:
+        As `remove`.
+    """
+    store = Store(url)
+    header, _ = _try_header(store.url)
+    removed = [remove(store.url)]
+    for name in reversed(_names_before(header)):
+        span = Store(store.sibling(name))
+        if not span.exists() or continued_by(span):
+            break
+        removed.append(remove(span.url))
+    return removed
+
+
+def continued_by(store: Store) -> list[str]:
+    """Names of the caches beside a cache that continue it.
+
+    Raises:
+        StoreError: it cannot be told, for a header beside it cannot be read.
+    """
+    names = [name for name in store.try_siblings() if name != store.name]
+    with ThreadPoolExecutor(READERS) as pool:
+        before = list(pool.map(_continues, [store.sibling(name) for name in names]))
+    return [name for name, spans in zip(names, before, strict=True) if store.name in spans]
+
+
+def check_not_continued(store: Store) -> None:
+    """Refuse to remove or replace a cache that others continue.
+
+    Raises:
+        InputError: they do.
+        StoreError: it cannot be told.
+    """
+    if is_sibling_name(store.name) and (others := continued_by(store)):
+        raise InputError(
+            f"{store.url} is continued by {', '.join(others)}",
+            hint="remove these first; they could not be loaded without",
+        )
 
 
 def prune(
@@ -112,8 +182,9 @@ def prune(
 
     These are, in this order: Residuals that no Anchor names and what killed writers left, once that has been so for
     `grace_s`, since somebody may have the old Anchor open; uploads that were started so long ago and never completed,
-    which nobody sees and somebody pays for; caches that are older than `older_than_s`; and the oldest
-    ones while all together take more than `max_bytes`. No cache younger than `grace_s` is removed.
+    which nobody sees and somebody pays for; caches that are older than `older_than_s`; and the oldest ones while all
+    together take more than `max_bytes`. No cache younger than `grace_s` is removed, and none that another one continues
+    which stays.
 
     Readers on this machine's disks keep what they have opened. Others get a `CacheNotFoundError` if the cache they are
     reading is removed.
@@ -125,39 +196,55 @@ def prune(
     if min(max_bytes or 0, older_than_s or 0, grace_s) < 0:
         raise InputError("a limit is negative", hint="give bytes and seconds of at least 0")
     now, removed = now_s(), []
-    caches: list[tuple[float | None, str, list[StoredObject]]] = []
-    for cache, objects in find_objects(url).items():
+    caches: list[_Cache] = []
+    for where, objects in find_objects(url).items():
         anchor = next((item for item in objects if item.name == ANCHOR_NAME), None)
-        loose = _unneeded(cache, objects, anchor)
+        loose = _unneeded(where, objects, anchor)
         # A Residual that is superseded became so when the Anchor was replaced.
         since = anchor.modified_s if anchor is not None else None
         old = [item for item in loose if _age(now, item.modified_s, since) > grace_s]
         if old:
-            removed.append(_remove(cache, old, "needed by no cache", dry_run=dry_run))
+            removed.append(_remove(where, old, "needed by no cache", dry_run=dry_run))
         if anchor is not None:
-            caches.append((anchor.modified_s, cache, [item for item in objects if item not in old]))
+            kept = [item for item in objects if item not in old]
+            caches.append(_Cache(url=where, modified_s=anchor.modified_s, objects=kept))
     removed += _end_uploads(url, started_before_s=now - grace_s, dry_run=dry_run)
-    if (older_than_s is not None or max_bytes is not None) and any(modified is None for modified, _, _ in caches):
-        raise InputError(f"{url}: the store does not tell how old its objects are", hint="remove caches with lynxkv rm")
-    caches.sort(key=lambda item: item[0] or 0.0)
-    total = sum(item.bytes for _, _, objects in caches for item in objects)
-    kept = 0
-    for modified, cache, objects in caches:
-        age, size = _age(now, modified), sum(item.bytes for item in objects)
-        reason = None
-        if older_than_s is not None and age > older_than_s:
-            reason = "too old"
-        elif max_bytes is not None and total > max_bytes:
-            reason = "too many bytes"
-        if reason is None or age <= grace_s:
-            kept += 1
-            continue
-        removed.append(_remove(cache, objects, reason, dry_run=dry_run))
-        total -= size
+    if older_than_s is not None or max_bytes is not None:
+        if any(cache.modified_s is None for cache in caches):
+            hint = "remove caches with lynxkv rm"
+            raise InputError(f"{url}: the store does not tell how old its objects are", hint=hint)
+        with ThreadPoolExecutor(READERS) as pool:
+            for cache, names in zip(caches, pool.map(_continues, [cache.url for cache in caches]), strict=True):
+                cache.continues = [Store(cache.url).sibling(name) for name in names]
+    total, count = sum(cache.bytes for cache in caches), len(caches)
+    # How many caches continue one; and those that would go if none did.
+    needed = Counter(parent for cache in caches for parent in cache.continues)
+    blocked: dict[str, _Cache] = {}
+    for oldest in sorted(caches, key=lambda cache: cache.modified_s or 0.0):
+        candidates = [oldest]
+        while candidates:
+            cache = candidates.pop()
+            age = _age(now, cache.modified_s)
+            reason = None
+            if older_than_s is not None and age > older_than_s:
+                reason = "too old"
+            elif max_bytes is not None and total > max_bytes:
+                reason = "too many bytes"
+            if reason is None or age <= grace_s:
+                continue
+            if needed[cache.url]:
+                blocked[cache.url] = cache
+                continue
+            removed.append(_remove(cache.url, cache.objects, reason, dry_run=dry_run))
+            total, count = total - cache.bytes, count - 1
+            needed.subtract(cache.continues)
+            candidates += [
+                blocked.pop(parent) for parent in cache.continues if parent in blocked and not needed[parent]
+            ]
     return PruneReport(
         removed=tuple(removed),
         removed_bytes=sum(item.bytes for item in removed),
-        kept_caches=kept,
+        kept_caches=count,
         kept_bytes=total,
         dry_run=dry_run,
     )
@@ -211,7 +298,10 @@ def _entry(found: tuple[str, list[StoredObject]]) -> CacheEntry:
         url=url,
         bytes=sum(item.bytes for item in objects),
         modified_s=anchor.modified_s if anchor else None,
-        tokens=header.tokens.count if header else None,
+        tokens=header.tokens.stop if header and header.parent else header.tokens.count if header else None,
+        own_tokens=header.tokens.count if header else None,
+        continues=_names_before(header),
+        part_of=header.part_of.name if header and header.part_of else None,
         model_id=header.identity.model_id if header else None,
         codec=header.codec_name if header else None,
         bytes_anchor=anchor.bytes if anchor else None,
@@ -230,6 +320,25 @@ def _unneeded(url: str, objects: list[StoredObject], anchor: StoredObject | None
             return []
         needed = {ANCHOR_NAME, header.residual.name if header.residual else ""}
     return [item for item in objects if item.name not in needed]
+
+
+def _continues(url: str) -> tuple[str, ...]:
+    """Names of what a cache continues; none if it is damaged, and so of no use to anybody.
+
+    Raises:
+        StoreError: its header cannot be read, or is that of a later version.
+    """
+    try:
+        with CacheReader(url, header_only=True, alone=True) as reader:
+            return _names_before(reader.header)
+    except UnsupportedFormatError as error:
+        raise StoreError(f"{url} may continue others: {error.message}", hint="use the lynxkv that wrote it") from error
+    except (CacheNotFoundError, FormatError):
+        return ()
+
+
+def _names_before(header: CacheHeader | None) -> tuple[str, ...]:
+    return tuple(span.name for span in header.parent.spans) if header is not None and header.parent is not None else ()
 
 
 def _try_header(url: str) -> tuple[CacheHeader | None, str | None]:

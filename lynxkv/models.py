@@ -182,12 +182,30 @@ def prefill_with_logits(
     check_prompt(model, token_ids)
     total = len(token_ids)
     cache = model.new_cache(0, total, rollback_tokens=2 * chunk_tokens)
-    for start in range(0, total, chunk_tokens):
-        stop = min(start + chunk_tokens, total)
-        logits = model.step(cache, token_ids[start:stop])
+    logits = extend(model, cache, token_ids, chunk_tokens=chunk_tokens, progress=progress)
+    return Prefilled(kv=cache.to_kv(token_ids), logits=logits)
+
+
+def extend(
+    model: DecoderModel,
+    cache: LiveCache,
+    token_ids: Sequence[int],
+    *,
+    stop: int | None = None,
+    chunk_tokens: int = CHUNK_TOKENS,
+    progress: Callable[[int, int], None] | None = None,
+) -> Tensor:
+    """Run those of a prompt's tokens before `stop`, by default all, that `cache` does not hold yet; at least one.
+
+    Returns logits f32 [V] of the last one. `progress` is called with (tokens done, tokens of the prompt).
+    """
+    stop = len(token_ids) if stop is None else stop
+    while cache.tokens < stop:
+        end = min(cache.tokens + chunk_tokens, stop)
+        logits = model.step(cache, token_ids[cache.tokens : end])
         if progress is not None:
-            progress(stop, total)
-    return Prefilled(kv=cache.to_kv(token_ids), logits=logits[-1].clone())
+            progress(end, len(token_ids))
+    return logits[-1].clone()
 
 
 def listed(token_ids: Sequence[int]) -> list[int]:

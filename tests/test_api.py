@@ -38,6 +38,7 @@ NAMES = [
     "TruncatedError",
     "UnsupportedFormatError",
     "UnsupportedModelError",
+    "WriterStoppedError",
     "__version__",
     "calibrate",
     "check",
@@ -45,6 +46,7 @@ NAMES = [
     "continuation",
     "dequantize",
     "encode",
+    "encode_prompt",
     "export",
     "generate",
     "generate_batch",
@@ -60,6 +62,7 @@ NAMES = [
     "prune",
     "quantize",
     "remove",
+    "remove_chain",
 ]
 
 

@@ -11,7 +11,9 @@ import fsspec
 import pytest
 
 import lynxkv
+from lynxkv.continuing import continuation
 from lynxkv.decoder import KVDestination, decode_into
+from lynxkv.fetch import CacheReader
 from lynxkv.manage import GRACE_S
 from lynxkv.testing.kv import random_kv
 
@@ -161,3 +163,84 @@ def test_any_fsspec_url_will_do(memory: str) -> None:
 def test_negative_limits_are_refused(limits: dict[str, float], tmp_path: Path) -> None:
     with pytest.raises(lynxkv.InputError):
         lynxkv.prune(tmp_path, **limits)  # type: ignore[arg-type]
+
+
+class TestChains:
+    """A chain is removed from its end, or not at all."""
+
+    @pytest.fixture
+    def chain(self, tmp_path: Path) -> Path:
+        """a, b on a, c on b, and d on a; each older than the next."""
+        kv = random_kv(layers=1, tokens=400)
+        for at, (name, start, stop, parent) in enumerate(
+            [("a", 0, 100, ""), ("b", 100, 200, "a"), ("c", 200, 300, "b"), ("d", 100, 400, "a")]
+        ):
+            continued = None
+            if parent:
+                with lynxkv.open(tmp_path / f"{parent}.lynx") as reader:
+                    continued = continuation(reader, "full")
+            lynxkv.encode(kv.between(start, stop), tmp_path / f"{name}.lynx", parent=continued)
+            age(tmp_path / f"{name}.lynx", (4 - at) * 100_000)
+        return tmp_path
+
+    @staticmethod
+    def left(folder: Path) -> list[str]:
+        for url in (entry.url for entry in lynxkv.list_caches(folder)):
+            lynxkv.check(url)
+        return sorted(path.stem for path in folder.iterdir())
+
+    def test_listing(self, chain: Path) -> None:
+        listed = {Path(entry.url).stem: entry for entry in lynxkv.list_caches(chain)}
+        assert (listed["c"].tokens, listed["c"].own_tokens) == (300, 100)
+        assert (listed["a"].continues, listed["c"].continues) == ((), ("a.lynx", "b.lynx"))
+
+    def test_what_others_continue_is_not_removed(self, chain: Path) -> None:
+        with pytest.raises(lynxkv.InputError, match=r"a\.lynx is continued by b\.lynx, c\.lynx, d\.lynx"):
+            lynxkv.remove(chain / "a.lynx")
+        with pytest.raises(lynxkv.InputError, match=r"continued by c\.lynx"):
+            lynxkv.remove(chain / "b.lynx")
+        lynxkv.remove(chain / "c.lynx")
+        lynxkv.remove(chain / "b.lynx")
+        assert self.left(chain) == ["a", "d"]
+
+    def test_a_chain_is_removed_as_far_as_nobody_needs_it(self, chain: Path) -> None:
+        assert [Path(item.url).stem for item in lynxkv.remove_chain(chain / "c.lynx")] == ["c", "b"]
+        assert self.left(chain) == ["a", "d"]
+        assert [Path(item.url).stem for item in lynxkv.remove_chain(chain / "d.lynx")] == ["d", "a"]
+        assert self.left(chain) == []
+
+    def test_pruning_by_age_goes_from_the_end(self, chain: Path) -> None:
+        pruned = lynxkv.prune(chain, older_than_s=150_000)
+        assert [Path(item.url).stem for item in pruned.removed] == ["c", "b"]
+        assert (pruned.kept_caches, self.left(chain)) == (2, ["a", "d"])
+        assert [Path(item.url).stem for item in lynxkv.prune(chain, older_than_s=50_000).removed] == ["d", "a"]
+
+    def test_pruning_by_size_goes_from_the_end(self, chain: Path) -> None:
+        sizes = {Path(entry.url).stem: entry.bytes for entry in lynxkv.list_caches(chain)}
+        pruned = lynxkv.prune(chain, max_bytes=sum(sizes.values()) - 1)
+        assert [Path(item.url).stem for item in pruned.removed] == ["c"]
+        assert pruned.kept_bytes == sum(sizes.values()) - sizes["c"]
+        pruned = lynxkv.prune(chain, max_bytes=0, dry_run=True)
+        assert [Path(item.url).stem for item in pruned.removed] == ["b", "d", "a"]
+        assert self.left(chain) == ["a", "b", "d"]
+
+    def test_what_a_young_cache_continues_stays(self, chain: Path) -> None:
+        age(chain / "c.lynx", 10)
+        assert [Path(item.url).stem for item in lynxkv.prune(chain, max_bytes=0).removed] == ["d"]
+        assert self.left(chain) == ["a", "b", "c"]
+
+    def test_what_cannot_be_told_stays(self, chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def unreadable(self: CacheReader, url: object, **options: object) -> None:
+            raise lynxkv.FetchError(f"{url}: no permission")
+
+        monkeypatch.setattr(CacheReader, "__init__", unreadable)
+        with pytest.raises(lynxkv.FetchError):
+            lynxkv.prune(chain, max_bytes=0)
+        with pytest.raises(lynxkv.FetchError):
+            lynxkv.remove(chain / "d.lynx")
+        monkeypatch.undo()
+        assert self.left(chain) == ["a", "b", "c", "d"]
+
+    def test_damaged_caches_keep_nothing(self, chain: Path) -> None:
+        (chain / "c.lynx" / "anchor.safetensors").write_bytes(b"nonsense")
+        lynxkv.remove(chain / "b.lynx")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,15 +16,12 @@ from lynxkv_cli._options import LINK_FORM, Json, Model, Quiet, parse_link, read_
 from lynxkv_cli._output import Output, seconds, size
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lynxkv.kv import KV
+    from lynxkv.encoder import EncodeReport
     from lynxkv.layout import Identity
-    from lynxkv.planning import Plan
-    from lynxkv.store import Link
+    from lynxkv.spans import PromptReport
 
-    # The cache, whose it is, the logits of its last position and the seconds that the prefill took.
-    Source = tuple[KV, Identity | None, Tensor | None, float | None]
+    # How to encode, once it is known for whom: of a model's identity, tokens, and channels of all tensors.
+    Known = Callable[[Identity | None, int, int], dict[str, Any]]
 
 HELP = """Example: lynxkv encode @README.md --model smollm2 --out readme.lynx
 
@@ -37,6 +33,11 @@ to stdout.
 
 A codec may be given parameters: default:radix=5 or alg1:alpha=100,chunk_dtype=f32. `lynxkv bench codec` measures
 what they do. With --codec auto it is chosen for a link and a target, as `lynxkv plan` does, and said why.
+
+If a cache beside the new one holds the first tokens of the prompt, for the same model and by the same codec, it is
+loaded, and only the rest is prefilled and published, as a cache that continues it: --no-continue says no. With
+--span-tokens the prompt is published span by span while it is prefilled, as NAME.0000.lynx, NAME.0001.lynx and so
+on; the last span is NAME.lynx itself. What a killed writer leaves is continued by the next run.
 
 With --from the keys and values come from a safetensors file that another tool wrote, as arrays layer.<i>.k
 and layer.<i>.v of shape [heads, tokens, head_dim], and token_ids if known; --model then only records whose
@@ -77,6 +78,21 @@ def encode(
         Path | None,
         typer.Option("--from", metavar="KV.safetensors", help="Take this KV cache, prefill nothing."),
     ] = None,
+    span_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Publish every N tokens as soon as they are prefilled; generate --follow reads along.",
+        ),
+    ] = None,
+    continue_stored: Annotated[
+        bool,
+        typer.Option(
+            "--continue/--no-continue",
+            help="Prefill only what no cache beside the new one holds of the prompt's start.",
+        ),
+    ] = True,
     token_ids: Annotated[
         bool, typer.Option("--token-ids/--no-token-ids", help="Store the token ids, or only their digest.")
     ] = True,
@@ -97,18 +113,17 @@ def encode(
 ) -> None:
     """Encode a prompt or a KV file to `out`."""
     output = Output.of(as_json=as_json, quiet=quiet)
-    source: Callable[[Callable[[Identity | None], None]], Source]
+    text = None
     if prompt is not None and from_file is None:
         if model is None:
             raise UsageProblem("a prompt needs a model", hint="add --model smollm2")
-        source = partial(_prefilled, read_text(prompt, name="prompt", note=output.note), model, chunk_tokens, output)
-    elif from_file is not None and prompt is None:
-        if logits:
-            raise UsageProblem("--logits needs a prompt", hint="a KV file has no logits; leave --logits out")
-        source = partial(_dumped, from_file, model, output)
-    else:
+        text = read_text(prompt, name="prompt", note=output.note)
+    elif from_file is None or prompt is not None:
         hint = "lynxkv encode @README.md --model smollm2 --out readme.lynx"
         raise UsageProblem("give a prompt or --from, one of the two", hint=hint)
+    elif logits or span_tokens is not None:
+        wanted = "--logits" if logits else "--span-tokens"
+        raise UsageProblem(f"{wanted} needs a prompt", hint=f"nothing is prefilled with --from; leave {wanted} out")
 
     auto = codec == "auto"
     if auto and link is None:
@@ -119,114 +134,140 @@ def encode(
     choice = parse_codec("default" if auto else codec)
     if out.startswith("memory:"):
         raise UsageProblem("memory:// ends with this command", hint="give a folder or a URL that lasts")
-    import lynxkv
     from lynxkv.bases import basis_of, load_basis
     from lynxkv.codecs import get_codec
     from lynxkv.encoder import check_options
+    from lynxkv.planning import Workload, plan
     from lynxkv.store import Store
 
     # What can be refused without the model is refused before it is loaded.
     method = get_codec(choice.name, **choice.params)
-    bases = [load_basis(basis)] if basis is not None else []
-    check_options(method, dtype, basis=bool(bases) or method.needs_basis)
+    given = load_basis(basis) if basis is not None else None
+    check_options(method, dtype, basis=given is not None or method.needs_basis)
     Store(out).check_target(overwrite=force)
     if residual_out is not None:
         Store.of_residuals(residual_out).check_writable()
-
-    def known(identity: Identity | None) -> None:
-        """What can be refused without a prefill is refused before it."""
-        if method.needs_basis and not bases:
-            bases.append(basis_of(identity.fingerprint if identity is not None else None))
-
-    kv, identity, last_logits, prefill_s = source(known)
+    settings: dict[str, Any] = {
+        "codec": method,
+        "basis": given,
+        "dtype": dtype,
+        "exact": exact or choice.exact,
+        "store_token_ids": token_ids,
+        "overwrite": force,
+        "residual_url": residual_out,
+    }
     why = None
-    if over is not None:
-        chosen = _chosen(kv, over, target or "default")
-        why = chosen.why
-        choice = parse_codec(chosen.choice.codec or "raw")
-        method = get_codec(choice.name, **choice.params)
-        output.note(f"{chosen.choice.codec}: {why}")
-    exact = exact or choice.exact
-    started = time.monotonic()
-    with output.progress() as progress:
-        report = lynxkv.encode(
-            kv,
-            out,
-            codec=method,
-            basis=bases[0] if bases else None,
-            dtype=dtype,
-            identity=identity,
-            exact=exact,
-            logits=last_logits if logits else None,
-            store_token_ids=token_ids,
-            overwrite=force,
-            residual_url=residual_out,
-            progress=progress,
-        )
-    encode_s = time.monotonic() - started
+
+    def known(identity: Identity | None, tokens: int, channels: int) -> dict[str, Any]:
+        """How to encode so many tokens of a model; what can be refused without a prefill is refused here."""
+        nonlocal why
+        if over is not None:
+            workload = Workload(tokens=tokens, elements=tokens * channels, channels=channels)
+            chosen = plan(workload, over, target or "default")
+            why = chosen.why
+            found = parse_codec(chosen.choice.codec or "raw")
+            settings["codec"] = get_codec(found.name, **found.params)
+            settings["exact"] |= found.exact
+            output.note(f"{chosen.choice.codec}: {why}")
+        elif method.needs_basis and given is None:
+            settings["basis"] = basis_of(identity.fingerprint if identity is not None else None)
+        return settings
+
+    if from_file is not None:
+        report, identity = _from_file(from_file, model, out, known, output)
+    else:
+        assert model is not None
+        assert text is not None
+        settings |= {
+            "span_tokens": span_tokens,
+            "continue_stored": continue_stored,
+            "chunk_tokens": chunk_tokens,
+            "logits": logits,
+        }
+        report, identity = _from_prompt(text, model, out, known, output)
+    sums = {
+        name: sum(getattr(span, name) for span in report.spans)
+        for name in ("bytes_anchor", "bytes_residual", "bytes_exact", "bytes_original")
+    }
+    method = settings["codec"]
     output.result(
         {
             "url": report.url,
-            "cache_id": report.cache_id,
+            "cache_id": report.spans[-1].cache_id,
             "tokens": report.tokens,
             "codec": method.name,
             "codec_params": method.params(),
             "codec_why": why,
             "dtype": dtype,
             "model_id": identity.model_id if identity is not None else None,
-            "bytes_anchor": report.bytes_anchor,
-            "bytes_residual": report.bytes_residual,
-            "bytes_exact": report.bytes_exact,
-            "bytes_original": report.bytes_original,
-            "prefill_s": prefill_s,
-            "encode_s": encode_s,
+            **sums,
+            "continues": [asdict(span) for span in report.continued],
+            "continued_tokens": report.continued_tokens,
+            "spans": [asdict(span) for span in report.spans],
+            "load_s": report.load_s,
+            "prefill_s": report.prefill_s,
+            "encode_s": report.encode_s,
         }
     )
     output.data(report.url)
-    more = f", exact {size(report.bytes_exact)}" if exact else ""
+    if report.continued:
+        output.note(
+            f"continues {report.continued[-1].name}: {report.continued_tokens} of {report.tokens} tokens were there, "
+            f"loaded in {seconds(report.load_s)}; --no-continue prefills all"
+        )
+    more = f", exact {size(sums['bytes_exact'])}" if sums["bytes_exact"] else ""
+    caches = f" in {len(report.spans)} caches" if len(report.spans) > 1 else ""
     output.note(
-        f"{report.tokens} tokens: Anchor {size(report.bytes_anchor)}, Residual {size(report.bytes_residual)}{more}; "
-        f"prefill {seconds(prefill_s)}, encode {seconds(encode_s)}"
+        f"{report.tokens - report.continued_tokens} tokens{caches}: Anchor {size(sums['bytes_anchor'])}, "
+        f"Residual {size(sums['bytes_residual'])}{more}; "
+        f"prefill {seconds(report.prefill_s)}, encode {seconds(report.encode_s)}"
     )
 
 
-def _chosen(kv: KV, link: Link, target: Target) -> Plan:
-    from lynxkv.planning import Workload, plan
-
-    tensors = [x for layer in kv.layers for x in layer.tensors.values()]
-    workload = Workload(
-        tokens=kv.tokens,
-        elements=sum(x.numel() for x in tensors),
-        channels=sum(x.shape[0] * x.shape[2] for x in tensors),
-    )
-    return plan(workload, link, target)
-
-
-def _prefilled(
-    text: str, model_ref: str, chunk_tokens: int, output: Output, known: Callable[[Identity | None], None]
-) -> Source:
+def _from_prompt(
+    text: str, model_ref: str, out: str, known: Known, output: Output
+) -> tuple[PromptReport, Identity | None]:
     import lynxkv
     from lynxkv.integrations.hf import open_turn
 
     model = lynxkv.load_model(model_ref, report=output.note)
-    known(model.identity)
     ids = open_turn(model.tokenizer, text)
-    started = time.monotonic()
+    shapes = [shape for layer in model.layer_specs() for shape in layer.tensors.values()]
+    settings = known(model.identity, len(ids), sum(heads * dim for heads, dim in shapes))
+
+    def on_span(span: EncodeReport) -> None:
+        if span.url != out:
+            output.note(f"published {span.url}, {span.tokens} tokens")
+
     with output.progress() as progress:
-        filled = lynxkv.prefill_with_logits(
-            model, ids, chunk_tokens=chunk_tokens, progress=partial(progress, "prefill")
-        )
-    return filled.kv, model.identity, filled.logits, time.monotonic() - started
+        report = lynxkv.encode_prompt(model, ids, out, progress=progress, on_span=on_span, **settings)
+    return report, model.identity
 
 
-def _dumped(path: Path, model_ref: str | None, output: Output, known: Callable[[Identity | None], None]) -> Source:
+def _from_file(
+    path: Path, model_ref: str | None, out: str, known: Known, output: Output
+) -> tuple[PromptReport, Identity | None]:
     import lynxkv
     from lynxkv.kv import kv_from_safetensors
+    from lynxkv.spans import PromptReport
 
-    kv = kv_from_safetensors(path)
-    identity = None
+    kv, identity = kv_from_safetensors(path), None
     if model_ref is not None:
         # Another tool made the prompt, so whether it ends inside a user turn is not known.
         identity = replace(lynxkv.load_model(model_ref, report=output.note).identity, turn=None)
-    known(identity)
-    return kv, identity, None, None
+    tensors = [x for layer in kv.layers for x in layer.tensors.values()]
+    settings = known(identity, kv.tokens, sum(x.shape[0] * x.shape[2] for x in tensors))
+    began = time.monotonic()
+    with output.progress() as progress:
+        encoded = lynxkv.encode(kv, out, identity=identity, progress=progress, **settings)
+    report = PromptReport(
+        url=encoded.url,
+        tokens=encoded.tokens,
+        spans=(encoded,),
+        continued=(),
+        continued_tokens=0,
+        load_s=0.0,
+        prefill_s=None,
+        encode_s=time.monotonic() - began,
+    )
+    return report, identity

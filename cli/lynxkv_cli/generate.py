@@ -49,6 +49,9 @@ replaced. In a pipe only verified text reaches stdout. A summary follows on stde
 Without --prompt the cached text goes on: the model answers a chat turn that was left open as it stands, and
 continues any other text. With --verify exact and a cache made with --logits, the first token of such a text
 needs no keys or values at all.
+
+With --follow the cache may still be at work in `lynxkv encode --span-tokens`, here or on another machine: each
+span is loaded as soon as it is published, so that the transfer overlaps the prefill.
 """
 
 
@@ -85,6 +88,13 @@ def generate(
         ),
     ] = "full",
     tokens: Tokens = None,
+    follow: Annotated[
+        bool,
+        typer.Option("--follow", help="The cache is still being written with encode --span-tokens: load it meanwhile."),
+    ] = False,
+    follow_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="With --follow: give up when nothing new has come for so long.")
+    ] = 60.0,
     link: Annotated[
         str | None,
         typer.Option(metavar="RATE[/RTT]", help="Read over a simulated link, such as 200mbit/20ms."),
@@ -117,6 +127,8 @@ def generate(
         raise UsageProblem("a --stop text is empty", hint="give the text to end before, or leave --stop out")
     if prove and (temperature or repetition_penalty != 1):
         raise UsageProblem("--prove compares greedy texts", hint="leave --temperature and --repetition-penalty out")
+    if follow and tokens is not None:
+        raise UsageProblem("--follow and --tokens exclude each other", hint="leave one out")
     if trace is not None:
         check_writable(trace)
     if plot is not None:
@@ -131,8 +143,9 @@ def generate(
         if_residual_unavailable=if_residual_unavailable,
         cache_dir=cache_dir,
         cache_max_bytes=disk_bytes,
+        follow_s=follow_timeout,
     )
-    with CacheReader(url, tokens=tokens, options=options, header_only=True) as reader:
+    with CacheReader(url, tokens=tokens, follow=follow, options=options, header_only=True) as reader:
         identity = reader.extent.identity
         if verify == "exact":
             from lynxkv.decoder import check_precision
@@ -160,7 +173,7 @@ def generate(
         timeline.on_event(event)
 
     # The clock of the result starts here: with the model in memory, before the first byte of the cache.
-    with lynxkv.open(url, tokens=tokens, link=simulated, options=options) as reader:
+    with lynxkv.open(url, tokens=tokens, follow=follow, link=simulated, options=options) as reader:
         try:
             result = lynxkv.generate(
                 reader,
@@ -175,6 +188,7 @@ def generate(
             )
         finally:
             view.finish()
+        cached_tokens, caches = reader.extent.tokens, len(reader.spans)
     if trace is not None:
         timeline.write(trace, result)
     if plot is not None:
@@ -187,12 +201,16 @@ def generate(
         {
             "url": url,
             "model_id": loaded.identity.model_id,
+            "cached_tokens": cached_tokens,
+            "caches": caches,
             **asdict(result),
             "proof": {**asdict(proof), "explained": proof.explained} if proof else None,
         }
     )
     for note in result.notes:
         output.note(note)
+    if caches > 1 or tokens is not None:
+        output.note(f"on the first {cached_tokens} tokens, in {caches} caches")
     output.note(summary(result))
     if proof is not None:
         output.note(verdict(proof, result))

@@ -19,7 +19,8 @@ HELP = """Example: lynxkv ls .
 
 List the caches under a folder or prefix, at any depth, with what their headers say.
 
-Bytes count all objects of a cache, Residuals of earlier encodes included; `lynxkv prune` removes those.
+A cache that continues others is listed with the tokens of its chain, and with its own. Bytes count all objects
+of a cache, Residuals of earlier encodes included; `lynxkv prune` removes those.
 """
 
 
@@ -50,7 +51,10 @@ def table(caches: Sequence[CacheEntry]) -> str:
         written = "unknown"
         if entry.modified_s is not None:
             written = datetime.fromtimestamp(entry.modified_s, UTC).strftime("%Y-%m-%d %H:%M")
-        name = entry.url if entry.problem is None else f"{entry.url} ({entry.problem})"
+        said = entry.problem
+        if said is None and entry.continues:
+            said = f"{entry.own_tokens:,} of its own, continues {entry.continues[-1]}"
+        name = entry.url if said is None else f"{entry.url} ({said})"
         tokens = "unknown" if entry.tokens is None else f"{entry.tokens:,}"
         lines.append((tokens, size(entry.bytes), written, entry.model_id or "unknown", name))
     widths = [max(len(line[column]) for line in lines) for column in range(4)]

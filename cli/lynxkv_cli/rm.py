@@ -14,12 +14,16 @@ HELP = """Example: lynxkv rm readme.lynx
 
 Remove caches: the Anchor first, so that nobody finds one without its Residual.
 
-Only objects that lynxkv has written are removed; a folder goes with them if nothing else is in it.
+Only objects that lynxkv has written are removed; a folder goes with them if nothing else is in it. A cache that
+others continue is refused. --chain also removes those that a cache continues, as far as no other needs them.
 """
 
 
 def rm(
     urls: Annotated[list[str], typer.Argument(metavar="URL...", help="Caches: folders or any fsspec URLs.")],
+    chain: Annotated[
+        bool, typer.Option("--chain", help="Remove the caches that these continue, too, if no other cache does.")
+    ] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -29,6 +33,7 @@ def rm(
     output = Output.of(as_json=as_json, quiet=quiet)
     removed = []
     for url in urls:
-        removed.append(lynxkv.remove(url))
-        output.note(f"removed {removed[-1].url}, {size(removed[-1].bytes)}")
+        for item in lynxkv.remove_chain(url) if chain else [lynxkv.remove(url)]:
+            removed.append(item)
+            output.note(f"removed {item.url}, {size(item.bytes)}")
     output.result({"removed": [asdict(item) for item in removed]})

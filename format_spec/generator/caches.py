@@ -100,6 +100,7 @@ def cache(
     logits: int = 0,
     identity: Document | None = None,
     parent: Document | None = None,
+    part_of: Document | None = None,
     formulas: Formulas | None = None,
     compress: Compress = stored_raw,
     basis: Basis | None = None,
@@ -136,6 +137,7 @@ def cache(
         stored_basis = basis.file(layers)
         document |= {"transform": reference(stored_basis), "required": ["transform"]}
         beside[document["transform"]["name"]] = stored_basis
+    document |= {} if part_of is None else {"part_of": part_of}
     formulas = formulas or Formulas()
     body: list[Draft] = []
     keys, values = ResidualArrays(), ResidualArrays()

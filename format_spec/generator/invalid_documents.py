@@ -86,10 +86,20 @@ def parents() -> Iterator[Vector]:
     ):
         slug = "-".join((path.replace(".", "-"), *why.split()))
         yield vector(f"header-{slug}", "9.4", f"{path}: {why}", child(one), document=inside(path, value))
+    for path, value, why in (
+        ("part_of", [], "a list for an object"),
+        ("part_of.name", "https://example.org/whole.lynx", "a URL"),
+        ("part_of.stop", 3, "a whole that is no longer than the part"),
+    ):
+        slug = "-".join((path.replace("_", "-").replace(".", "-"), *why.split()))
+        draft = child(one, part_of={"name": "whole.lynx", "stop": 9})
+        yield vector(f"header-{slug}", "9.5", f"{path}: {why}", draft, document=inside(path, value))
+    window = [latent(1, 1, kind="sliding", window=4)]
+    draft = cache(raw, window, stop=2, identity=BARE, part_of={"name": "whole.lynx", "stop": 9})
+    yield vector("header-part-of-a-sliding-layer", "9.5", "a sliding layer in a chain", draft)
     yield vector("header-parent-twice", "9.4", "a span comes before itself", child([*one, ("parent.lynx", first, 3)]))
     many = child([(f"{stop}.lynx", first, stop) for stop in range(1, 257)])
     yield vector("header-parent-spans-256", "10", "256 spans", many)
-    window = [latent(1, 1, kind="sliding", window=4)]
     yield vector("header-parent-of-a-sliding-layer", "9.4", "a sliding layer in a chain", child(one, window))
     for name, why, draft in (
         ("replaced", "the parent is another than the one that was continued", child([("parent.lynx", second, 2)])),

@@ -40,15 +40,25 @@ def check_parent(span: SpanReader, head: CacheHeader, number: int) -> None:
     refs = head.parent.spans
     ref, own = refs[number], span.header
     start = refs[number - 1].stop if number else 0
-    check_identity(own.identity, head.identity)
-    stated = (ref.header_sha256, start, refs[:number], head.dtype, _shapes(head))
+    check_continues(span, head)
+    stated = (ref.header_sha256, start, refs[:number])
     before = own.parent.spans if own.parent is not None else ()
-    found = (span.anchor_head.header_sha256, own.tokens.start, before, own.dtype, _shapes(own))
-    if stated != found or own.tokens.stop < ref.stop:
-        raise BindingError(
-            f"{span.url}: is another cache than the one that was continued",
-            hint="it was replaced since: encode what continues it again",
-        )
+    if stated != (span.anchor_head.header_sha256, own.tokens.start, before) or own.tokens.stop < ref.stop:
+        raise _another(span)
+
+
+def check_continues(span: SpanReader, header: CacheHeader) -> None:
+    """Refuse a span that a cache with this header cannot continue: of another model, dtype or shape."""
+    check_identity(span.header.identity, header.identity)
+    if (span.header.dtype, _shapes(span.header)) != (header.dtype, _shapes(header)):
+        raise _another(span)
+
+
+def _another(span: SpanReader) -> BindingError:
+    return BindingError(
+        f"{span.url}: is another cache than the one that was continued",
+        hint="it was replaced since: encode what continues it again",
+    )
 
 
 def check_tokens(header: CacheHeader, tokens: int | None) -> int:

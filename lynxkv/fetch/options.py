@@ -44,6 +44,7 @@ class FetchOptions:
             A Residual that is damaged or belongs to another encode is an error always.
         dscp: mark packets, so that a network that heeds it takes those of Anchors before those of Residuals, other
             readers' too: AF21 and LE. Not with obstore, which has no way to; "auto" does not take it then.
+        follow_s: who follows a chain that is being written gives up when nothing new has come for so long.
         cache_dir: a folder of this machine's disk that keeps what is fetched from other machines, and is read instead
             the next time. Opening still asks the store for the Anchor's head, and notices whether it was replaced.
         cache_max_bytes: what that folder may take; what was used least lately is dropped.
@@ -58,6 +59,7 @@ class FetchOptions:
     residual_url: Url | None = None
     if_residual_unavailable: ResidualPolicy = "error"
     dscp: bool = False
+    follow_s: float = 60.0
     cache_dir: str | os.PathLike[str] | None = None
     cache_max_bytes: int = CACHE_MAX_BYTES
 
@@ -72,6 +74,11 @@ class FetchOptions:
             )
         if self.cache_max_bytes < 1:
             raise InputError(f"cache_max_bytes is {self.cache_max_bytes}", hint="give bytes above 0")
-        limits = (self.stall_s, self.request_timeout_s, 1.0 if self.deadline_s is None else self.deadline_s)
+        limits = (
+            self.stall_s,
+            self.request_timeout_s,
+            self.follow_s,
+            1.0 if self.deadline_s is None else self.deadline_s,
+        )
         if not all(seconds > 0 for seconds in limits):
             raise InputError("a time limit is not positive", hint="time limits are seconds above 0")

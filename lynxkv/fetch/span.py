@@ -36,7 +36,7 @@ from lynxkv.format.read import (
     read_anchor_head,
     read_residual_head,
 )
-from lynxkv.layout import CacheHeader, ResidualRef, Span, TransformRef
+from lynxkv.layout import CacheHeader, ResidualRef, Span, TransformRef, cut
 from lynxkv.store import Link, Store, Url
 from lynxkv.store.marks import ANCHOR_TOS, RESIDUAL_TOS
 from lynxkv.store.transport import Transport, transport_for
@@ -109,12 +109,16 @@ class SpanReader:
 
     @property
     def part(self) -> Span:
-        """What of the cache is loaded; all of it, unless something else was set."""
+        """What of the cache is loaded; all of it, unless it was cut."""
         return self._part or Span(header=self.header, stop=self.header.tokens.stop)
 
-    @part.setter
-    def part(self, part: Span) -> None:
-        self._part = part
+    def cut(self, stop: int) -> None:
+        """Load the positions before `stop` only.
+
+        Raises:
+            InputError: they cannot be loaded by themselves.
+        """
+        self._part = cut(self.header, stop)
 
     @property
     def bytes_anchor(self) -> int:

@@ -48,21 +48,32 @@ class SegmentRange:
         return sum(map(_memory_bytes, self.segments))
 
 
+Wanted = Future[list[SegmentRange] | None]
+"""Ranges that will be known, None if there are none any more."""
+
+
 class SegmentStream:
     """Segments in the order of their ranges, fetched ahead.
 
     `ready()` never blocks, `wait()` and iterating do; all raise what went wrong with the next segment: `FetchError`,
     `CacheNotFoundError`, a `FormatError`, or a `StoreError` if the reader was closed. `async for` works as well, on any
     event loop. `bytes_done` counts stored bytes handed out, of `bytes_total`: None until the ranges are known.
+
+    Args:
+        wanted: the ranges.
+        submit: asks for one.
+        more: what comes after them, where a chain is still being written: called once they are known, and after each
+            further batch; None if that was the last.
     """
 
     def __init__(
         self,
-        wanted: Future[list[SegmentRange]],
+        wanted: Wanted,
         submit: Callable[[SegmentRange], Future[list[SegmentPayload]]],
+        more: Callable[[], Wanted | None] = lambda: None,
     ) -> None:
-        self._submit = submit
-        self._wanted: Future[list[SegmentRange]] | None = wanted
+        self._submit, self._more = submit, more
+        self._wanted: Wanted | None = wanted
         self._waiting: deque[SegmentRange] = deque()
         self._in_flight: deque[tuple[SegmentRange, Future[list[SegmentPayload]]]] = deque()
         self._window = 0
@@ -71,8 +82,7 @@ class SegmentStream:
         self._when_ready: list[Callable[[], None]] = []
         self.bytes_done = 0
         self.bytes_total: int | None = None
-        if wanted.done() and wanted.exception() is None:
-            self._take()  # what is known to be wanted is asked for at once
+        self._learn()  # what is known to be wanted is asked for at once
 
     @property
     def done(self) -> bool:
@@ -84,9 +94,20 @@ class SegmentStream:
         """Memory that segments asked for and not handed out yet may take."""
         return self._window
 
+    @property
+    def waits_for_more(self) -> bool:
+        """Whether all that is known to be wanted has been handed out, and more may come."""
+        return self._wanted is not None and not self._waiting and not self._in_flight
+
+    @property
+    def pending(self) -> Future[Any] | None:
+        """What brings the next segments, or tells of them; None when all have been handed out."""
+        return self._in_flight[0][1] if self._in_flight else self._wanted
+
     def ready(self) -> list[SegmentPayload]:
         """The next segments, as far as they have arrived."""
         out: list[SegmentPayload] = []
+        self._learn()
         while self._next_arrived():
             out.extend(self._take())
         return out
@@ -97,7 +118,8 @@ class SegmentStream:
 
     async def __aiter__(self) -> AsyncIterator[SegmentPayload]:
         while not self.done:
-            future: Future[Any] = self._in_flight[0][1] if self._wanted is None else self._wanted
+            future = self.pending
+            assert future is not None
             # Whoever stops to wait does not take back what has been asked for; closing does.
             await asyncio.shield(asyncio.wrap_future(future))
             for payload in self._take():
@@ -109,7 +131,7 @@ class SegmentStream:
         As memory for segments is bounded, the last ones only arrive when most have been taken.
         """
         with self._lock:
-            if self._missing != 0:
+            if self._missing != 0 or self._wanted is not None:
                 self._when_ready.append(callback)
                 return
         callback()
@@ -133,17 +155,27 @@ class SegmentStream:
         self._window = 0
 
     def _next_arrived(self) -> bool:
-        if self._wanted is not None:
-            return self._wanted.done()
-        return bool(self._in_flight) and self._in_flight[0][1].done()
+        return self.pending is not None and self.pending.done()
+
+    def _learn(self) -> None:
+        """Take in which ranges are wanted, as far as that is known; errors are for whoever takes what comes next."""
+        while self._wanted is not None and self._wanted.done() and not self._wanted.exception():
+            wanted = self._wanted.result()
+            self._wanted = self._more() if wanted is not None else None
+            self._waiting.extend(wanted or ())
+            new = wanted or []
+            self.bytes_total = (self.bytes_total or 0) + sum(s.stored_bytes for each in new for s in each.segments)
+            with self._lock:
+                self._missing = (self._missing or 0) + len(new)
+            self._fill()
+        if self._wanted is None and self._missing == 0:
+            self._call_back()
 
     def _take(self) -> list[SegmentPayload]:
-        if self._wanted is not None:
-            wanted: list[SegmentRange] = result_of(self._wanted)
-            self._waiting, self._wanted = deque(wanted), None
-            self._missing = len(self._waiting)
-            self.bytes_total = sum(segment.stored_bytes for item in wanted for segment in item.segments)
-            self._fill()
+        self._learn()
+        if not self._in_flight:
+            if self._wanted is not None:
+                result_of(self._wanted)
             return []
         done, future = self._in_flight[0]
         payloads = result_of(future)
@@ -151,6 +183,7 @@ class SegmentStream:
         self._window -= done.memory_bytes
         self.bytes_done += sum(item.segment.stored_bytes for item in payloads)
         self._fill()
+        self._learn()
         return payloads
 
     def _fill(self) -> None:
@@ -168,8 +201,12 @@ class SegmentStream:
         with self._lock:
             assert self._missing is not None
             self._missing -= 1
-            if self._missing:
+            if self._missing or self._wanted is not None:
                 return
+        self._call_back()
+
+    def _call_back(self) -> None:
+        with self._lock:
             callbacks, self._when_ready = self._when_ready, []
         for callback in callbacks:
             callback()

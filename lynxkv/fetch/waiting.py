@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 Around = Callable[[], AbstractContextManager[None]]
@@ -22,6 +22,14 @@ def waiting_within(around: Around) -> Iterator[None]:
         yield
     finally:
         _around.reset(token)
+
+
+def wait_for_one(futures: Iterable[Future[Any]]) -> None:
+    """Wait until one of these is done."""
+    futures = list(futures)
+    if not any(future.done() for future in futures):
+        with _around.get()():
+            wait(futures, return_when=FIRST_COMPLETED)
 
 
 def result_of(future: Future[T]) -> T:

@@ -19,6 +19,7 @@ from lynxkv.layout import (
     LayerSpec,
     Parent,
     ParentPrecision,
+    PartOf,
     RawCoding,
     ResidualRef,
     SpanRef,
@@ -44,6 +45,11 @@ _TENSOR_ORDER: tuple[TensorName, ...] = get_args(TensorName)
 def residual_name(header_sha256: str) -> str:
     """The Residual's file name (SPEC 5.3)."""
     return f"residual-{header_sha256[:16]}.safetensors"
+
+
+def span_name(last: str, number: int) -> str:
+    """The name of a span of the chain whose last one has the name `last` (SPEC 9.5)."""
+    return f"{last.removesuffix('.lynx')}.{number:04d}.lynx"
 
 
 def is_sibling_name(name: str) -> bool:
@@ -195,12 +201,13 @@ def parse_anchor_document(text: str, *, what: str) -> CacheHeader:
         logits_tokens=fields.optional("logits", lambda name: _logits(fields.object(name))),
         parent=fields.optional("parent", lambda name: _parent(fields.object(name), span)),
         transform=fields.optional("transform", lambda name: _transform(fields.object(name))),
+        part_of=_part_of(fields.object("part_of"), span) if fields.value.get("part_of") is not None else None,
         writer=fields.object("writer").value,
     )
     if (header.transform is not None) != (TRANSFORM in fields.list("required", limits.MAX_ARRAYS)):
         raise HeaderError(f"{what}: the feature {TRANSFORM!r} is required exactly where a transform is named")
-    if header.parent is not None and any(layer.kind != "full" for layer in layers):
-        raise HeaderError(f"{what}: a cache with sliding layers cannot continue another")
+    if (header.parent is not None or header.part_of is not None) and any(layer.kind != "full" for layer in layers):
+        raise HeaderError(f"{what}: a cache with sliding layers cannot be part of a chain")
     segments = sum(-(-ref.coded_tokens // ref.coding.segment_tokens) for ref in header.tensors)
     if segments > limits.MAX_SEGMENTS:
         raise HeaderError(f"{what}: {segments} segments are over {limits.MAX_SEGMENTS}")
@@ -212,6 +219,7 @@ def parse_anchor_document(text: str, *, what: str) -> CacheHeader:
 
 def render_anchor_document(header: CacheHeader) -> dict[str, Any]:
     """The JSON object of the Anchor's document."""
+    part_of = {"part_of": asdict(header.part_of)} if header.part_of else {}
     return {
         "version": header.version,
         "role": "anchor",
@@ -227,6 +235,7 @@ def render_anchor_document(header: CacheHeader) -> dict[str, Any]:
         "identity": asdict(header.identity),
         "writer": header.writer,
         "parent": asdict(header.parent) if header.parent else None,
+        **part_of,
         "transform": asdict(header.transform) if header.transform else None,
         "logits": {"tokens": header.logits_tokens} if header.logits_tokens else None,
     }
@@ -371,6 +380,13 @@ def _parent(fields: Fields, tokens: TokenRange) -> Parent:
         tokens_sha256=fields.optional("tokens_sha256", fields.hex64),
         spans=tuple(spans),
     )
+
+
+def _part_of(fields: Fields, tokens: TokenRange) -> PartOf:
+    name = fields.string("name")
+    if not is_sibling_name(name):
+        raise HeaderError(f"{fields.where}: name is {name!r}, not the plain name of a cache")
+    return PartOf(name=name, stop=fields.integer("stop", tokens.stop + 1, limits.MAX_TOKENS))
 
 
 def _without_none(value: dict[str, Any]) -> dict[str, Any]:

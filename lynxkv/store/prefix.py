@@ -97,6 +97,17 @@ class Store:
         """The URL of the cache called `name` under the prefix that this one is under."""
         return self.folder + name
 
+    def try_siblings(self) -> list[str]:
+        """Names of all caches under the prefix that this one is under; none where that cannot be listed."""
+        folder = self.path.rpartition("/")[0]
+        self.fs.invalidate_cache(folder)
+        try:
+            with reading(self.folder, ""):
+                paths = self.fs.ls(folder, detail=False)
+        except StoreError:
+            return []
+        return sorted(name for path in paths if (name := path.rstrip("/").rpartition("/")[2]).endswith(SUFFIX))
+
     def path_of(self, name: str) -> str:
         return f"{self.path}/{name}"
 

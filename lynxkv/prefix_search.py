@@ -1,0 +1,116 @@
+"""A stored cache whose tokens are the first of a prompt: what encoding that prompt can continue."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lynxkv.codecs import Codec
+from lynxkv.continuing import check_chainable
+from lynxkv.errors import FormatError, IdentityError, StoreError, UnsupportedModelError
+from lynxkv.fetch import CacheReader
+from lynxkv.format.basis import Basis
+from lynxkv.format.document import is_sibling_name
+from lynxkv.format.limits import MAX_PARENT_SPANS
+from lynxkv.identity import check_identity
+from lynxkv.layout import PREFIX_BLOCK_TOKENS, CacheHeader, Dtype, Identity
+from lynxkv.manage import READERS
+from lynxkv.prefix import prefix_digests
+from lynxkv.store import Store
+
+# Headers that are read at most, those of the last names.
+MOST_SEARCHED = 1000
+# Whoever loads a chain fetches segments whole, so that of a cache of which little is continued too much would be.
+LEAST_SHARE = 7 / 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredPrefix:
+    """A cache beside the one to be, of which the first `tokens` tokens are those of the prompt."""
+
+    url: str
+    tokens: int
+
+
+def longest_prefix(
+    store: Store,
+    token_ids: Sequence[int],
+    identity: Identity,
+    *,
+    codec: Codec,
+    basis: Basis | None = None,
+    dtype: Dtype,
+    exact: bool,
+) -> StoredPrefix | None:
+    """The cache beside `store` that holds most of the first tokens of a prompt, but not all of them; None without one.
+
+    It must have been encoded for the same model, by the same codec, basis and dtype, hold exact values if these
+    are wanted, have at least 256 tokens of the prompt, and hardly any other. Caches that cannot be read are passed
+    over.
+    """
+    names = [name for name in store.try_siblings() if name != store.name and is_sibling_name(name)]
+    ids = np.asarray(token_ids, "<u4")
+
+    def suits(header: CacheHeader) -> bool:
+        try:
+            check_chainable(header)
+            check_identity(header.identity, identity)
+        except (UnsupportedModelError, IdentityError):
+            return False
+        before = header.parent.spans if header.parent is not None else ()
+        return (
+            (header.codec_name, header.codec_params, header.dtype) == (codec.name, codec.params(), dtype)
+            and header.transform == (basis.ref if basis is not None else None)
+            and (header.has_exact or not exact)
+            and len(before) < MAX_PARENT_SPANS
+            and all(span.name != store.name for span in before)
+        )
+
+    def held(name: str) -> int:
+        """Tokens that it shares with the prompt from the first on; 0 if it does not suit."""
+        try:
+            with CacheReader(store.sibling(name), header_only=True, alone=True) as reader:
+                if not suits(reader.header):
+                    return 0
+                return _shared(reader, ids)
+        except (StoreError, FormatError):
+            return 0
+
+    with ThreadPoolExecutor(READERS) as pool:
+        found = dict(zip(names, pool.map(held, names[-MOST_SEARCHED:]), strict=False))
+    best = max(found, key=lambda name: found[name], default="")
+    return StoredPrefix(url=store.sibling(best), tokens=found[best]) if found.get(best) else None
+
+
+def _shared(reader: CacheReader, ids: npt.NDArray[np.uint32]) -> int:
+    """How many first tokens of `ids` a cache holds with those it continues; 0 if it is of no use for them."""
+    header, digests = reader.header, reader.prefix_sha256()
+    if digests is None:
+        return 0
+    own = prefix_digests(ids, header.identity)
+    blocks = min(len(own), len(digests))
+    differs = np.flatnonzero((own[:blocks] != digests[:blocks]).any(1))
+    tokens = PREFIX_BLOCK_TOKENS * int(differs[0] if len(differs) else blocks)
+    start, stop = header.tokens.start, header.tokens.stop
+    before = header.parent.tokens_sha256 if header.parent is not None else None
+    # Digests tell of whole blocks only; what comes after them is told by the token ids, or a digest of all.
+    stored = reader.stored_token_ids() if tokens else None
+    if not tokens or (start and _sha256(ids[:start]) != before):
+        return 0
+    if stored is not None:
+        compared = min(len(stored), max(0, len(ids) - start))
+        other = np.flatnonzero(stored[:compared] != ids[start : start + compared])
+        tokens = start + int(other[0] if len(other) else compared)
+    elif _sha256(ids[start:stop]) == header.tokens.sha256:
+        tokens = stop
+    enough = tokens - start >= LEAST_SHARE * header.tokens.count
+    return tokens if enough and tokens < len(ids) else 0
+
+
+def _sha256(ids: npt.NDArray[np.uint32]) -> str:
+    return hashlib.sha256(ids.tobytes()).hexdigest()
