@@ -56,6 +56,7 @@ def test_every_profile_is_a_codec_of_its_kind(profile: Profile) -> None:
     coding = get_codec(choice.name, **choice.params).coding("k", 64)
     assert (coding.scheme == "entropy") is profile.entropy
     assert coding.has_residual is profile.split
+    assert get_codec(choice.name, **choice.params).needs_basis is profile.needs_basis
 
 
 def test_bytes_are_bits_and_what_a_channel_takes_once() -> None:
@@ -94,6 +95,7 @@ def test_a_decoder_slower_than_the_link_sets_the_time() -> None:
     found = by_name(plan(LARGE, Link(bit_per_s=1e12), "int8", replace(SPEEDS, entropy_byte_s=1e9, fixed_byte_s=2e9)))
     assert found["default"].first_verified_s == pytest.approx(LARGE.original_bytes / 1e9 * 1.6 + 0.02)
     assert found["fixed"].first_verified_s == pytest.approx(LARGE.original_bytes / 2e9 * 1.6 + 0.02)
+    assert found["compact"].first_verified_s == pytest.approx(LARGE.original_bytes * 3 / 1e9 * 1.6 + 0.02)
     assert found["raw"].first_verified_s == pytest.approx(found["raw"].anchor_bytes * 8 / 1e12 + 0.02)  # only copied
 
 
@@ -106,6 +108,13 @@ def test_a_slow_link_takes_the_least_bytes_that_the_target_allows(target: Target
     assert found.choice.codec == codec
     assert found.choice.meets_target
     assert "expected first" in found.why
+
+
+def test_a_calibrated_model_takes_the_smaller_cache() -> None:
+    link = Link(bit_per_s=1e6, rtt_s=0.02)
+    calibrated = plan(CACHE, link, "default", SPEEDS, basis=True)
+    assert calibrated.choice.codec == "compact"
+    assert by_name(calibrated) == by_name(plan(CACHE, link, "default", SPEEDS))
 
 
 def test_fixed_rate_codes_where_an_entropy_decoder_is_slower_than_the_link() -> None:

@@ -134,7 +134,7 @@ def encode(
     choice = parse_codec("default" if auto else codec)
     if out.startswith("memory:"):
         raise UsageProblem("memory:// ends with this command", hint="give a folder or a URL that lasts")
-    from lynxkv.bases import basis_of, load_basis
+    from lynxkv.bases import basis_of, find_basis, load_basis
     from lynxkv.codecs import get_codec
     from lynxkv.encoder import check_options
     from lynxkv.planning import Workload, plan
@@ -161,16 +161,19 @@ def encode(
     def known(identity: Identity | None, tokens: int, channels: int) -> dict[str, Any]:
         """How to encode so many tokens of a model; what can be refused without a prefill is refused here."""
         nonlocal why
+        fingerprint = identity.fingerprint if identity is not None else None
         if over is not None:
+            own = given or (find_basis(fingerprint) if fingerprint is not None else None)
             workload = Workload(tokens=tokens, elements=tokens * channels, channels=channels)
-            chosen = plan(workload, over, target or "default")
+            chosen = plan(workload, over, target or "default", basis=own is not None)
             why = chosen.why
             found = parse_codec(chosen.choice.codec or "raw")
             settings["codec"] = get_codec(found.name, **found.params)
+            settings["basis"] = own if settings["codec"].needs_basis else None
             settings["exact"] |= found.exact
             output.note(f"{chosen.choice.codec}: {why}")
         elif method.needs_basis and given is None:
-            settings["basis"] = basis_of(identity.fingerprint if identity is not None else None)
+            settings["basis"] = basis_of(fingerprint)
         return settings
 
     if from_file is not None:

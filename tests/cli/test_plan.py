@@ -47,6 +47,7 @@ def test_json_and_table(lynx: Lynx, config: str) -> None:
     assert f"\ndefault: {result['why']}\n" in done.out
     assert "prefill is expected to be sooner" in done.out
     assert all(f"\n{item['name']} " in done.out for item in result["estimates"])
+    assert not result["basis"]
 
 
 def test_speeds_can_be_given(lynx: Lynx, config: str) -> None:
@@ -55,6 +56,13 @@ def test_speeds_can_be_given(lynx: Lynx, config: str) -> None:
     slow = planned(lynx, *arguments, "--entropy-rate", 0.5, "--fixed-rate", 50)
     assert (fast["speeds"]["token_s"], slow["speeds"]["entropy_byte_s"]) == (0.005, 5e8)
     assert slow["choice"] == "fixed" != fast["choice"]
+
+
+def test_a_calibrated_model(lynx: Lynx, config: str) -> None:
+    arguments = ("--model", config, "--tokens", 4000, "--link", "10mbit/20ms")
+    result = planned(lynx, *arguments, "--basis")
+    assert (result["choice"], result["basis"]) == ("compact", True)
+    assert "\ncompact (calibrated) " in lynx("plan", *arguments).out
 
 
 def test_a_plan_loads_no_torch(config: str) -> None:
