@@ -71,6 +71,14 @@ def test_errors_by_their_shape(error: Exception, lasting: bool, words: str, hint
     assert hint in hint_of(error)
 
 
+def test_an_answer_that_is_cut_off_is_worth_trying_again() -> None:
+    """aiohttp gives such an error the code 400, which no server has answered."""
+    aiohttp, parsing = pytest.importorskip("aiohttp"), pytest.importorskip("aiohttp.http_exceptions")
+    cause = parsing.ContentLengthError("Not enough data to satisfy content length header")
+    assert cause.code == 400
+    assert not is_lasting(raised_from(aiohttp.ClientPayloadError("Response payload is not completed"), cause))
+
+
 @pytest.mark.parametrize(("error", "absent"), [(ABSENT, True), (UNREACHABLE, False)])
 def test_missing_and_unreachable_are_told_apart(error: Exception, absent: bool) -> None:
     kind = lynxkv.CacheNotFoundError if absent else lynxkv.FetchError

@@ -9,7 +9,7 @@
       admission                 places and memory
       worker, turns             what waits, in turn and together; threads that compute one at a time
       runs, telling             requests alone and together; what clients are told of them
-      hot, publishing           caches kept in memory; prompts encoded in the background
+      opening, hot, publishing  caches opened, and kept in memory; prompts encoded in the background
       uncached                  answers to prompts that no cache holds
     outcome, answers, streams answers, in the forms of OpenAI's API, on their way to clients that may leave;
       logprobs                  log probabilities of their tokens

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,6 +18,8 @@ from lynxkv.server.problems import Refusal
 RETRY_AFTER_S = 1
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
+# glibc keeps what is freed: each of its arenas, of which every few threads have one, as much as a run has ever taken.
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 class Places:
@@ -77,7 +81,9 @@ class Memory:
             self.held += size
 
     def free(self, size: int) -> None:
-        """Give bytes back."""
+        """Give bytes back, to the system as well."""
+        if _trim is not None:
+            _trim(0)
         with self._lock:
             self.held -= size
         self.on_more()

@@ -200,6 +200,7 @@ def _note_answer(request: Request, answer: Answer) -> None:
         source=answer.source,
         cache=answer.cache,
         load_failure=answer.load_failure,
+        together=answer.together,
         cached_tokens=answer.cached_tokens,
         prompt_tokens=answer.prompt_tokens,
         new_tokens=len(result.token_ids),

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from lynxkv.errors import FormatError, IdentityError, LynxError, StoreError
-from lynxkv.fetch import CacheReader, FetchOptions, open_cache_async
+from lynxkv.fetch import CacheReader, FetchOptions
 from lynxkv.identity import check_identity
 from lynxkv.integrations.hf import Model
 from lynxkv.layout import Identity
@@ -28,6 +28,7 @@ from lynxkv.server.keys import Caller, Keys
 from lynxkv.server.logprobs import Logprobs
 from lynxkv.server.metrics import Metrics
 from lynxkv.server.names import cache_url
+from lynxkv.server.opening import Openings
 from lynxkv.server.options import ServeOptions
 from lynxkv.server.outcome import Answer
 from lynxkv.server.problems import Refusal, refusal_of
@@ -63,6 +64,7 @@ class Service:
         self.listed = False
         self._reading = ThreadPoolExecutor(READERS, thread_name_prefix="lynxkv-read")
         self.hot = HotCaches(options.hot_bytes, self._reading)
+        self._openings = Openings(2 * options.queue)
         self.memory, self._sizes = Memory(options.memory_bytes), Sizes(model)
         self._publisher = Publisher(self.catalog, self.memory, self.metrics.published)
         self._worker: Worker[Run, Answer] = Worker(
@@ -155,6 +157,7 @@ class Service:
                 await self._refreshing
         await asyncio.to_thread(self._worker.close)
         await asyncio.to_thread(self._publisher.close)
+        self._openings.close()
         self._prompts.close()
         self._reading.shutdown(wait=False)
 
@@ -196,7 +199,7 @@ class Service:
             cache_max_bytes=self.options.cache_max_bytes,
         )
         try:
-            async with open_cache_async(url, link=link, options=options) as reader:
+            async with self._openings.open(url, link=link, options=options) as reader:
                 model = self._model_for(reader.header.identity, caller)
                 tokens = reader.extent.stop
                 if prompt_ids is None:

@@ -32,6 +32,8 @@ _XML = re.compile(r"<(Code|Message)>([^<]*)</")
 _STATUS = re.compile(r"status code: (\d{3})\b")
 # Names that clients have for the HTTP status: aiohttp, Azure's, and gcsfs's and urllib's.
 _STATUS_NAMES = ("status", "status_code", "code")
+# Their errors, such as of answers that are cut off, have the status that a server would give them; none has.
+_PARSERS = ("aiohttp.http_exceptions",)
 # In the names and words of errors that backends raise beside these.
 LASTING_MARKS = (
     "credential", "certificate", "permissiondenied", "unauthenticated", "notsupported", "invalidpath", "forbidden:",
@@ -235,7 +237,7 @@ def _status(error: BaseException) -> int | None:
     if isinstance(status, int):
         return status
     cause: BaseException | None = error
-    while cause is not None:
+    while cause is not None and type(cause).__module__ not in _PARSERS:
         stated = _STATUS.search(_told(cause))
         found = (
             stated[1] if stated else next(filter(None, (getattr(cause, name, None) for name in _STATUS_NAMES)), None)

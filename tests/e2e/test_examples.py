@@ -26,6 +26,7 @@ def test_every_example_is_tested_here() -> None:
         "02_generate_while_it_arrives.py",
         "03_transformers_cache.py",
         "demo.py",
+        "faulty_store.py",  # in tests/remote/test_faulty_store.py
         "load_serve.py",  # in tests/server/test_load.py
     }
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested

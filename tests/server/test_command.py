@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import jsonschema
 import openai
 import pytest
 
+from lynxkv_cli import serve
 from tests.server.test_answers import SCHEMA
 
 if TYPE_CHECKING:
@@ -50,10 +52,12 @@ def test_what_serving_needs_is_named(lynx: Lynx, tmp_path: Path, monkeypatch: py
 @pytest.mark.slow
 @pytest.mark.model
 def test_a_process_says_where_it_is_and_finishes_what_runs(tmp_path: Path) -> None:
-    arguments = ["serve", str(tmp_path), "--model", "smollm2", "--port", "0", "--json"]
+    """The example of the help, on a free port."""
+    example = serve.HELP.splitlines()[0].removeprefix("Example: lynxkv ")
     process = subprocess.Popen(
-        [sys.executable, "-m", "lynxkv_cli", *arguments],
+        [sys.executable, "-m", "lynxkv_cli", *shlex.split(example), "--port", "0", "--json"],
         stdout=subprocess.PIPE,
+        cwd=tmp_path,
         text=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )

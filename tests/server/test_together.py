@@ -212,23 +212,26 @@ def test_models_that_do_not_batch(tmp_path: Path, gate: Gate) -> None:
         assert [future.result()[2]["lynx"]["together"] for future in asked] == [1, 1]
 
 
-def test_a_store_that_hangs_for_one_cache(model: Model, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests for it wait; those for others, and for none, are answered, however many wait."""
+@pytest.mark.parametrize("answered", [0, 1])
+def test_a_store_that_hangs_for_one_cache(
+    model: Model, root: Path, monkeypatch: pytest.MonkeyPatch, answered: int
+) -> None:
+    """Requests for it wait, to open or to load it, however many; those for others, and for none, are answered."""
 
     def hanging(store: Any, *arguments: Any) -> FaultyTransport:
         share = 1 if "long" in store.url else 0
         inner = transport_for(store, *arguments)
         inner.is_remote = True
-        return FaultyTransport(inner, share=share, faults=("missing_answer",), skip=1)
+        return FaultyTransport(inner, share=share, faults=("missing_answer",), skip=answered)
 
     monkeypatch.setattr("lynxkv.server.hot.transport_for", hanging)
-    with running(model, str(root), runs=1) as server:
-        hang = [stream_of(server, over("long.lynx", [number])) for number in range(5, 11)]
-        eventually(lambda: server.service.places.taken == 6)
-        eventually(lambda: sum(map(len, server.service._worker._waiting.values())) == 5)
+    with running(model, str(root), runs=1, queue=20) as server:
+        hang = [stream_of(server, over("long.lynx", [number])) for number in range(5, 21)]
+        eventually(lambda: server.service.places.taken == 16)
+        eventually(lambda: sum(map(len, server.service._worker._waiting.values())) == 15 * answered)
         assert send(server, over("short.lynx", [7]), path=COMPLETIONS)[0] == 200
         assert send(server, GOOD)[0] == 200
-        assert server.service.places.taken == 6
+        assert server.service.places.taken == 16
         for connection in hang:
             connection.close()
         eventually(lambda: server.service.places.taken == 0)
