@@ -352,7 +352,9 @@ def open_shard(stored: bytes, role: str) -> Shard:
 def check_version(document: Document, role: str) -> None:
     """SPEC 6: an unknown version or required feature is refused by name, before fields of a meaning unknown."""
     field(document, "version", str)
-    need(document["version"] == "0.1", f"version {document['version']}", "unsupported")
+    # "A reader of this text reads every 1.MINOR".
+    readable = re.fullmatch("1\\.(0|[1-9][0-9]{0,5})", document["version"]) is not None
+    need(readable, f"version {document['version']}", "unsupported")
     required = field(document, "required", list)
     unknown = [name for name in required if name != "transform" or role != "anchor"]
     need(not unknown, f"the required feature {unknown[:1]}", "unsupported")

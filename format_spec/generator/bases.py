@@ -83,7 +83,7 @@ class Basis:
                 arrays[f"layer.{number}.{name}"] = ("I8", self.matrix(channels, z))
                 z += 1
         document: Document = {
-            "version": "0.1",
+            "version": "1.0",
             "role": "basis",
             "required": [],
             "fingerprint": None,

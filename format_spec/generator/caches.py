@@ -112,7 +112,7 @@ def cache(
     layers = [{"start": start, "stop": stop} | one for one in layers or [layer()]]
     ids = token_ids(start, stop)
     document: Document = {
-        "version": "0.1",
+        "version": "1.0",
         "role": "anchor",
         "required": [],
         "dtype": dtype,

@@ -179,11 +179,13 @@ def documents() -> Iterator[Vector]:
     ):
         slug = "-".join(filter(None, (path.replace(".", "-"), "-".join(why.replace(",", "").split()))))
         yield vector(f"header-{slug}", "6", f"{path}: {why}", tiny(), document=inside(path, value))
-    yield vector("unsupported-version", "6", "version 0.2", tiny(), document=put(version="0.2"))
+    for version in ("0.1", "2.0", "1", "1.00", "1.0.0", " 1.0"):
+        name = f"unsupported-version-{version.strip().replace('.', '-')}{'-spaced' * version.startswith(' ')}"
+        yield vector(name, "6", f"version {version!r}", tiny(), document=put(version=version))
     yield vector("unsupported-required", "6", "an unknown feature", tiny(), document=put(required=["deltas"]))
     # Whatever else a later version may change, its name comes first.
-    later = put(version="1.0", tokens=None, codings=None, layers=[])
-    yield vector("unsupported-version-of-another-shape", "6", "version 1.0", tiny(), document=later)
+    later = put(version="2.0", tokens=None, codings=None, layers=[])
+    yield vector("unsupported-version-of-another-shape", "6", "version 2.0", tiny(), document=later)
 
     many = [coding("raw") for _ in range(65)]
     yield vector("header-codings-65", "10", "65 codings", cache(many, [latent(1, 1)], stop=1))

@@ -167,8 +167,8 @@ def json_texts() -> Iterator[Vector]:
     ):
         yield vector(name, "4.2", why, tiny(), header_text=hook)
     for name, why, hook in (
-        ("header-document-duplicate-key", "the same key twice", replaced("{", '{"version":"0.1",')),
-        ("header-document-duplicate-escaped", "again, escaped", replaced("{", '{"\\u0076ersion":"0.1",')),
+        ("header-document-duplicate-key", "the same key twice", replaced("{", '{"version":"1.0",')),
+        ("header-document-duplicate-escaped", "again, escaped", replaced("{", '{"\\u0076ersion":"1.0",')),
         ("header-document-duplicate-nested", "in an inner object", replaced('"start":0', '"start":0,"start":0')),
         ("header-document-nan", "NaN", replaced("{", '{"unknown":NaN,')),
         ("header-document-infinity", "Infinity", replaced("{", '{"unknown":[Infinity],')),

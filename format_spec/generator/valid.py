@@ -378,7 +378,7 @@ def mixed() -> CacheDraft:
 
 
 def generous_document() -> tuple[str, CacheDraft, Files]:
-    """What a reader must ignore or bear: unknown fields and keys, free order, depth 16, long strings, escapes."""
+    """What a reader must ignore or bear: a later minor version, unknown fields and keys, free order, depth 16, long strings, escapes."""
     draft = cache([coding("entropy")], [layer(1, 4)], stop=3, identity={"adapter": 'Lüchse "\U0001f408"'})
     nested: Any = "level 16 is the list around this"
     for _ in range(15):
@@ -388,6 +388,7 @@ def generous_document() -> tuple[str, CacheDraft, Files]:
         # Level 1 is the document, so 15 lists end at level 16.
         body |= {"unknown": nested, "large": -(2**53) + 1, "float": 1.5e-7}
         if role == "anchor":
+            body["version"] = "1.999999"
             body["long"] = "é" * 4096
             body["tokens"]["unknown"] = body["layers"][0]["unknown"] = {"NaN": "Infinity"}
 

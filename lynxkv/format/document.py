@@ -30,7 +30,9 @@ from lynxkv.layout import (
 )
 from lynxkv.packing import MAX_RADIX
 
-VERSION = "0.1"
+VERSION = "1.0"
+# Of the same major version: what a later minor one adds may be ignored, or is a required feature.
+_READABLE = re.compile(r"1\.(?:0|[1-9][0-9]{0,5})")
 ANCHOR_NAME = "anchor.safetensors"
 TRANSFORM = "transform"
 FEATURES: dict[str, tuple[str, ...]] = {"anchor": (TRANSFORM,), "residual": ()}
@@ -143,9 +145,9 @@ def check_version(fields: Fields, *, role: str, features: tuple[str, ...]) -> No
     """
     what = fields.where
     version = fields.string("version")
-    if version != VERSION:
+    if not _READABLE.fullmatch(version):
         raise UnsupportedFormatError(
-            f"{what}: format version {version} is not {VERSION}",
+            f"{what}: format version {version[:16]} is not 1.x",
             hint="read it with the lynxkv release that wrote it",
         )
     for feature in fields.list("required", limits.MAX_ARRAYS):
@@ -187,7 +189,7 @@ def parse_anchor_document(text: str, *, what: str) -> CacheHeader:
         raise HeaderError(f"{what}: there are no layers")
     codec = fields.object("codec")
     header = CacheHeader(
-        version=VERSION,
+        version=fields.string("version"),
         cache_id=fields.hex64("cache_id"),
         index_sha256=fields.hex64("index_sha256"),
         dtype=dtype,
