@@ -378,7 +378,9 @@ def mixed() -> CacheDraft:
 
 
 def generous_document() -> tuple[str, CacheDraft, Files]:
-    """What a reader must ignore or bear: a later minor version, unknown fields and keys, free order, depth 16, long strings, escapes."""
+    """What a reader must ignore or bear: a later minor version, unknown fields and keys, free order, depth 16, long
+    strings, escapes.
+    """
     draft = cache([coding("entropy")], [layer(1, 4)], stop=3, identity={"adapter": 'Lüchse "\U0001f408"'})
     nested: Any = "level 16 is the list around this"
     for _ in range(15):
