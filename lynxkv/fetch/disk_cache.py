@@ -218,7 +218,7 @@ class ShardCopy:
         """Bytes [start, stop) of the shard; fewer, or others, if the copy is damaged."""
         if self._file is None:
             return b""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # the reader may be closed by another thread
             at = _data_at(len(self._here))
             return self._file.read(at + start, at + stop)
         return b""

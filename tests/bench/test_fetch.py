@@ -40,7 +40,7 @@ def test_the_schema_has_the_fields_of_a_row() -> None:
 
 def test_the_table(lynx: Lynx, tmp_path: Path) -> None:
     lynxkv.encode(random_kv(), tmp_path / "a.lynx")
-    done = lynx("bench", "fetch", tmp_path / "a.lynx", "--repeats", 1)
+    done = lynx("bench", "fetch", tmp_path / "a.lynx", "--repeats", 1, "--link", "1gbit/1ms")
     assert done.code == 0
     header, row = done.out.splitlines()
     assert header.split()[:4] == ["transport", "requests", "header", "Anchor"]
