@@ -13,7 +13,7 @@ PROGRAM = Path(__file__).with_name("killed_writers.py")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("moments", [8, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moments", [6, pytest.param(100, marks=pytest.mark.slow)])
 def test_on_disk(moments: int, tmp_path: Path) -> None:
     arguments = [sys.executable, "-W", "ignore", PROGRAM, tmp_path / "a.lynx", moments, 500]
     subprocess.run([str(argument) for argument in arguments], check=True, timeout=600)

@@ -213,6 +213,8 @@ class _Turn:
             lambda: self._load("anchor", overlapped=False),
             lambda: self._load("overlapped", overlapped=True),
         ]
+        # Connections that were idle start slowly; none of those that are compared is to be the first.
+        steps[0]()
         for step in reversed(steps) if reverse else steps:
             step()
         if residual is not None:

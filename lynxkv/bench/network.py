@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from lynxkv.errors import InputError
 from lynxkv.store import Link
@@ -41,6 +43,8 @@ def check_network() -> None:
 class Network:
     """Two namespaces and the link between them, as a `with` block; answers are shaped, requests are not.
 
+    In it SIGTERM interrupts as Ctrl-C does, so that nothing of them is left.
+
     Raises:
         InputError: there is no way to make it; see `check_network`, or the kernel lacks htb or u32.
     """
@@ -50,12 +54,16 @@ class Network:
         self.link = link
         self.server, self.client = (f"lynxkv-{os.getpid()}-{end}" for end in ("server", "client"))
         self._relay: subprocess.Popen[str] | None = None
+        self._on_term: Any = None
 
     def within(self, namespace: str) -> tuple[str, ...]:
         """What a command begins with to run in a namespace."""
         return (shutil.which("ip", path=_PATH) or "ip", "netns", "exec", namespace)
 
     def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            # Else namespaces would stay, and the servers in them.
+            self._on_term = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             for namespace in (self.server, self.client):
                 _run(f"ip netns add {namespace}")
@@ -99,6 +107,8 @@ class Network:
         _run(f"ip netns exec {self.server} sysctl -qw net.ipv4.tcp_reflect_tos=1")
 
     def _remove(self) -> None:
+        if self._on_term is not None:
+            signal.signal(signal.SIGTERM, self._on_term)
         if self._relay is not None:
             self._relay.kill()
             self._relay.wait()
