@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
+import threading
 from collections.abc import Callable
 
 import h11
@@ -17,6 +19,8 @@ from lynxkv.server.options import ServeOptions
 
 # Open connections, idle ones included; more are closed at once.
 CONNECTIONS = 512
+# Threads that a store still holds up when all else has ended are left behind after this.
+LEAVE_S = 2.0
 # What a client may take to send the head of a request.
 HEAD_S = 10.0
 
@@ -99,6 +103,7 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._ready = ready
+        self._owns_process = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn's own, and the call of `ready`."""
@@ -106,8 +111,17 @@ class Server(uvicorn.Server):
         if self.started:
             self._ready()
 
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's own; a process that has nothing else to do ends soon after, whatever waits for a store."""
+        await super().serve(sockets)
+        if self._owns_process:
+            leaving = threading.Timer(LEAVE_S, os._exit, (0,))
+            leaving.daemon = True
+            leaving.start()
+
     def run_until_stopped(self, listener: socket.socket) -> None:
-        """Serve until SIGTERM or SIGINT: then no connection is taken, and what runs is finished."""
+        """Serve until SIGTERM or SIGINT: then no connection is taken, what runs is finished, and the process ends."""
+        self._owns_process = True
         # uvicorn sends itself the signal again once it has stopped, with the handlers of before: it has had its effect.
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

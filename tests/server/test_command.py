@@ -76,3 +76,32 @@ def test_a_process_says_where_it_is_and_finishes_what_runs(tmp_path: Path) -> No
         assert process.stdout.read() == ""
     finally:
         process.kill()
+
+
+HANGING = """
+import sys, time
+from pathlib import Path
+from lynxkv.server.app import create_app
+from lynxkv.server.catalog import Catalog
+from lynxkv.server.options import ServeOptions
+from lynxkv.server.service import Service
+from lynxkv.server.serving import Server, listen
+from lynxkv.testing.tiny_models import tiny_model
+
+Catalog.refresh = lambda catalog: time.sleep(1000)
+options = ServeOptions(port=0)
+service = Service(tiny_model("llama"), sys.argv[1], options)
+Server(create_app(service), options, lambda: print("ready", flush=True)).run_until_stopped(listen(options))
+"""
+
+
+@pytest.mark.slow
+def test_a_store_that_hangs_does_not_keep_the_process(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", HANGING, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
