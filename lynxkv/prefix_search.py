@@ -49,9 +49,9 @@ def longest_prefix(
 ) -> StoredPrefix | None:
     """The cache beside `store` that holds most of the first tokens of a prompt, but not all of them; None without one.
 
-    It must have been encoded for the same model, by the same codec, basis and dtype, hold exact values if these
-    are wanted, have at least 256 tokens of the prompt, and hardly any other. Caches that cannot be read are passed
-    over.
+    It must have been encoded for the same model, by the same codec, basis and dtype, hold exact values if these are
+    wanted, have at least 256 tokens of the prompt, unless it is a span of this very cache, and hardly any other. Caches
+    that cannot be read are passed over.
     """
     names = [name for name in store.try_siblings() if name != store.name and is_sibling_name(name)]
     ids = np.asarray(token_ids, "<u4")
@@ -77,7 +77,10 @@ def longest_prefix(
             with CacheReader(store.sibling(name), header_only=True, alone=True) as reader:
                 if not suits(reader.header):
                     return 0
-                return _shared(reader, ids)
+                tokens = _shared(reader, ids)
+                # What an interrupted writer of this very chain has left counts, however short.
+                left = reader.header.part_of is not None and reader.header.part_of.name == store.name
+                return tokens if tokens >= PREFIX_BLOCK_TOKENS or left else 0
         except (StoreError, FormatError):
             return 0
 
@@ -90,24 +93,20 @@ def longest_prefix(
 def _shared(reader: CacheReader, ids: npt.NDArray[np.uint32]) -> int:
     """How many first tokens of `ids` a cache holds with those it continues; 0 if it is of no use for them."""
     header, digests = reader.header, reader.prefix_sha256()
-    if digests is None:
-        return 0
     own = prefix_digests(ids, header.identity)
-    blocks = min(len(own), len(digests))
-    differs = np.flatnonzero((own[:blocks] != digests[:blocks]).any(1))
-    tokens = PREFIX_BLOCK_TOKENS * int(differs[0] if len(differs) else blocks)
+    if digests is not None and len(own) and not np.array_equal(own[0], digests[0]):
+        return 0  # the most frequent case: no token ids are read for it
     start, stop = header.tokens.start, header.tokens.stop
     before = header.parent.tokens_sha256 if header.parent is not None else None
-    # Digests tell of whole blocks only; what comes after them is told by the token ids, or a digest of all.
-    stored = reader.stored_token_ids() if tokens else None
-    if not tokens or (start and _sha256(ids[:start]) != before):
+    if start >= len(ids) or (start and _sha256(ids[:start]) != before):
         return 0
+    stored = reader.stored_token_ids()
     if stored is not None:
-        compared = min(len(stored), max(0, len(ids) - start))
+        compared = min(len(stored), len(ids) - start)
         other = np.flatnonzero(stored[:compared] != ids[start : start + compared])
         tokens = start + int(other[0] if len(other) else compared)
-    elif _sha256(ids[start:stop]) == header.tokens.sha256:
-        tokens = stop
+    else:
+        tokens = stop if _sha256(ids[start:stop]) == header.tokens.sha256 else 0
     enough = tokens - start >= LEAST_SHARE * header.tokens.count
     return tokens if enough and tokens < len(ids) else 0
 

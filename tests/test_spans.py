@@ -202,6 +202,17 @@ class TestSpans:
         assert names(tmp_path) == ["a.0000.lynx", "a.0001.lynx", "a.0002.lynx", "a.lynx"]
         lynxkv.check(tmp_path / "a.lynx")
 
+    def test_what_is_left_counts_however_short(self, model: Model, tmp_path: Path) -> None:
+        """Shorter than any cache that is continued otherwise."""
+
+        def stop(report: EncodeReport) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            publish(model, tmp_path / "a.lynx", span_tokens=50, on_span=stop)
+        assert publish(model, tmp_path / "a.lynx", span_tokens=50).continued_tokens >= 50
+        assert lynxkv.load(tmp_path / "a.lynx").token_ids == IDS
+
     def test_spans_of_another_prompt_are_in_the_way(self, model: Model, tmp_path: Path) -> None:
         publish(model, tmp_path / "a.lynx", some_ids(500, seed=9), span_tokens=150)
         with pytest.raises(lynxkv.CacheExistsError):

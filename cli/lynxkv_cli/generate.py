@@ -94,7 +94,7 @@ def generate(
     ] = False,
     follow_timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="With --follow: give up when nothing new has come for so long.")
-    ] = 60.0,
+    ] = 300.0,
     link: Annotated[
         str | None,
         typer.Option(metavar="RATE[/RTT]", help="Read over a simulated link, such as 200mbit/20ms."),

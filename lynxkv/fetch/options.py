@@ -59,7 +59,7 @@ class FetchOptions:
     residual_url: Url | None = None
     if_residual_unavailable: ResidualPolicy = "error"
     dscp: bool = False
-    follow_s: float = 60.0
+    follow_s: float = 300.0
     cache_dir: str | os.PathLike[str] | None = None
     cache_max_bytes: int = CACHE_MAX_BYTES
 
