@@ -65,8 +65,8 @@ PROFILES = (
         attn_nmse=1.4e-4, accepted=19.8, entropy=True,
     ),
     Profile(
-        codec="compact", anchor_bits=3.25, full_bits=6.25, exact_bits=None, channel_bits=150,
-        attn_nmse=4.5e-5, accepted=21.9, entropy=True, needs_basis=True, decode_rate=1 / 3,
+        codec="compact", anchor_bits=3.28, full_bits=6.28, exact_bits=10.35, channel_bits=150,
+        attn_nmse=4.5e-5, accepted=21.0, entropy=True, needs_basis=True, decode_rate=1 / 3,
     ),
     Profile(
         codec="fixed", anchor_bits=4.66, full_bits=8.66, exact_bits=11.74, channel_bits=58,
