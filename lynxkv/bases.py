@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
+from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 
-from lynxkv.errors import ChecksumError, FormatError, InputError
+from lynxkv.errors import ChecksumError, FetchError, FormatError, InputError
 from lynxkv.format.basis import Basis, parse_basis
 from lynxkv.format.document import basis_file
+from lynxkv.format.limits import MAX_BASIS_BYTES
 from lynxkv.format.write import Shard
 from lynxkv.home import cache_home
 from lynxkv.layout import TransformRef
 from lynxkv.store import Store
+from lynxkv.store.files import open_plain
+from lynxkv.store.writers import LocalWriter
 
 CALIBRATE_HINT = "make one with: lynxkv calibrate --model MODEL"
 
@@ -21,6 +25,13 @@ CALIBRATE_HINT = "make one with: lynxkv calibrate --model MODEL"
 def bases_folder() -> Path:
     """The folder of this user's bases."""
     return cache_home() / "bases"
+
+
+def fetched_folder() -> Path:
+    """The folder of those that came with caches: good for reading them, but no cache is encoded with what anybody
+    may have put beside one.
+    """
+    return bases_folder() / "fetched"
 
 
 def load_basis(path: str | os.PathLike[str]) -> Basis:
@@ -31,7 +42,9 @@ def load_basis(path: str | os.PathLike[str]) -> Basis:
         FormatError: it is not a basis.
     """
     try:
-        data = Path(path).read_bytes()
+        data = _read(Path(path))
+    except FetchError as error:
+        raise InputError(f"cannot read the basis {path}: it is not a plain file", hint=CALIBRATE_HINT) from error
     except OSError as error:
         raise InputError(f"cannot read the basis {path}: {error.strerror}", hint=CALIBRATE_HINT) from error
     return parse_basis(data, what=str(path))
@@ -45,28 +58,25 @@ def save_basis(basis: Basis, path: str | os.PathLike[str] | None = None) -> Path
     """
     target = Path(path) if path is not None else bases_folder() / basis.ref.name
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(basis.data)
-            Path(part).replace(target)
-        except BaseException:
-            Path(part).unlink(missing_ok=True)
-            raise
+        LocalWriter(target.parent).put(target.name, (basis.data,), overwrite=True)
     except OSError as error:
         hint = "give another --out" if path is not None else "set LYNXKV_HOME to a writable folder"
         raise InputError(f"cannot write the basis {target}: {error.strerror}", hint=hint) from error
     return target
 
 
+def keep_fetched(basis: Basis) -> None:
+    """Keep a basis that came with a cache.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    save_basis(basis, fetched_folder() / basis.ref.name)
+
+
 def find_basis(fingerprint: str) -> Basis | None:
     """The newest of this user's bases for the model with this fingerprint; damaged files are passed over."""
-    try:
-        files = sorted(bases_folder().glob("basis-*.safetensors"), key=lambda path: path.stat().st_mtime, reverse=True)
-    except OSError:
-        return None
-    for path in files:
+    for _, path in sorted(_dated_files(bases_folder()), key=itemgetter(0), reverse=True):
         try:
             basis = load_basis(path)
         except (FormatError, InputError):
@@ -89,12 +99,13 @@ def basis_of(fingerprint: str | None) -> Basis:
 
 
 def known_basis(ref: TransformRef) -> Basis | None:
-    """The basis that a cache names, if it is among this user's own, undamaged."""
-    path = bases_folder() / ref.name
-    try:
-        return checked_basis(path.read_bytes(), ref, what=str(path))
-    except (OSError, FormatError):
-        return None
+    """The basis that a cache names, if it is among this user's own or has come with another cache, undamaged."""
+    for path in (bases_folder() / ref.name, fetched_folder() / ref.name):
+        try:
+            return checked_basis(_read(path), ref, what=str(path))
+        except (OSError, FetchError, FormatError):
+            continue
+    return None
 
 
 def checked_basis(data: bytes, ref: TransformRef, *, what: str) -> Basis:
@@ -111,7 +122,7 @@ def checked_basis(data: bytes, ref: TransformRef, *, what: str) -> Basis:
 
 def bases_beside(store: Store) -> Store:
     """The folder or prefix that a cache lies in, where its basis is published."""
-    return Store.of_residuals(store.folder or ".")
+    return Store.of_folder(store.folder or ".")
 
 
 def publish_basis(basis: Basis, store: Store) -> None:
@@ -123,3 +134,30 @@ def publish_basis(basis: Basis, store: Store) -> None:
     beside, digest = bases_beside(store), basis.sha256
     shard = Shard(buffers=(basis.data,), bytes=len(basis.data), header_bytes=0, header_sha256=digest)
     beside.put(basis_file(digest), shard)
+
+
+def _read(path: Path) -> bytes:
+    """A whole file, at least as far as that could be a basis.
+
+    Raises:
+        OSError: it cannot be read.
+        FetchError: it is no plain file.
+    """
+    file = open_plain(path)
+    try:
+        return file.read(0, min(file.size(), MAX_BASIS_BYTES))
+    finally:
+        file.close()
+
+
+def _dated_files(folder: Path) -> Iterator[tuple[float, Path]]:
+    """Bases of a folder, each with the time that it was written at; those that others take away meanwhile left out."""
+    try:
+        paths = list(folder.glob("basis-*.safetensors"))
+    except OSError:
+        return
+    for path in paths:
+        try:
+            yield path.stat().st_mtime, path
+        except OSError:
+            continue

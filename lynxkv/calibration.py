@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lynxkv._version import __version__
 from lynxkv.codecs.base import SINK_TOKENS
-from lynxkv.errors import InputError, UnsupportedModelError
+from lynxkv.errors import InputError, NonFiniteError, UnsupportedModelError
 from lynxkv.format.basis import Basis, RopeTables, TensorBasis, render_basis
 from lynxkv.integrations.hf.model import Model
 from lynxkv.integrations.hf.ropes import rope_tables
@@ -63,7 +63,8 @@ def calibrate(
 
     Raises:
         InputError: a text is too short, or all of them together have fewer tokens than a layer has channels.
-        UnsupportedModelError: the model keeps no keys and values of full layers to calibrate on.
+        UnsupportedModelError: the model keeps no keys and values to calibrate on.
+        NonFiniteError: they hold NaN or infinity.
     """
     texts = calibration_texts() if texts is None else texts
     ids = [_token_ids(model, text, tokens, number) for number, text in enumerate(texts)]
@@ -113,7 +114,10 @@ def _tensors(kv: KV) -> Iterator[tuple[int, TensorName, Tensor, int]]:
         for tensor in _TENSORS:
             if tensor not in layer.tensors or layer.tensors[tensor].shape[1] <= sinks:
                 raise UnsupportedModelError("there is nothing to calibrate on: no keys and values behind the sinks")
-            yield number, tensor, layer.tensors[tensor][:, sinks:], layer.start + sinks
+            x = layer.tensors[tensor][:, sinks:]
+            if not torch.isfinite(x).all():
+                raise NonFiniteError(f"layer {number} {tensor} holds NaN or infinity")
+            yield number, tensor, x, layer.start + sinks
 
 
 def _blocks(x: Tensor) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from lynxkv.bases import CALIBRATE_HINT, basis_of, publish_basis
 from lynxkv.codecs import Codec, get_codec
 from lynxkv.codecs.base import Place
 from lynxkv.continuing import Continuation, check_chainable
-from lynxkv.errors import BindingError, FormatError, InputError
+from lynxkv.errors import FormatError, InputError
 from lynxkv.format.basis import Basis
 from lynxkv.format.document import VERSION
 from lynxkv.format.index import anchor_plans
@@ -258,11 +258,7 @@ def check_options(codec: str | Codec, dtype: Dtype, *, basis: bool = False) -> C
 
 def _check_basis(basis: Basis, header: CacheHeader) -> TransformRef:
     """What the cache says of its basis, which has to fit."""
-    owner = header.identity.fingerprint
-    if owner is not None and basis.fingerprint is not None and owner != basis.fingerprint:
-        raise BindingError(
-            f"the basis is that of another model ({basis.model_id})", hint="calibrate this one: lynxkv calibrate"
-        )
+    basis.check_belongs(header.identity.fingerprint)
     basis.check_fits(header)
     return basis.ref
 

@@ -93,6 +93,7 @@ def encode_prompt(
 
     Raises:
         CacheExistsError: there is a cache at `url`, or spans of another prompt with its name, and `overwrite` is false.
+        BindingError: the basis does not fit the cache, or is of another model.
         UnsupportedModelError: spans are wanted of a model that has sliding-window layers.
         InputError: the prompt cannot be run, an option is out of range, or a cache that others continue would be
             replaced.
@@ -102,6 +103,8 @@ def encode_prompt(
     if basis is None and method.needs_basis:
         basis = basis_of(model.identity.fingerprint)
     check_options(method, dtype, basis=basis is not None)
+    if basis is not None:
+        basis.check_belongs(model.identity.fingerprint)
     check_prompt(model, ids)
     slides = any(shape.window is not None for shape in model.layer_specs())
     if span_tokens is not None:

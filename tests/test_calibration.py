@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import stat
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +14,15 @@ import pytest
 import torch
 
 import lynxkv
-from lynxkv import BindingError, CacheNotFoundError, ChecksumError, HeaderError, InputError, StoreError
+from lynxkv import (
+    BindingError,
+    CacheNotFoundError,
+    ChecksumError,
+    HeaderError,
+    InputError,
+    NonFiniteError,
+    StoreError,
+)
 from lynxkv.bases import find_basis, known_basis, load_basis, save_basis
 from lynxkv.calibration import calibrate
 from lynxkv.codecs import get_codec
@@ -22,6 +33,7 @@ from lynxkv.format.basis import Basis, parse_basis
 from lynxkv.integrations.hf import Model
 from lynxkv.kv import KV
 from lynxkv.layout import Precision
+from lynxkv.manage import list_caches, prune, remove
 from lynxkv.testing.tiny_models import FAMILIES, tiny_model
 
 
@@ -162,6 +174,34 @@ def test_a_basis_survives_its_file_and_is_found_by_model(tmp_path: Path) -> None
         load_basis(tmp_path / "missing")
 
 
+def test_what_is_no_basis_is_passed_over(tmp_path: Path) -> None:
+    basis = basis_of(tiny_model("llama"))
+    own = save_basis(basis)
+    folder, names = own.parent, [f"basis-{number:016x}.safetensors" for number in range(4)]
+    (folder / names[0]).symlink_to(tmp_path / "nowhere")
+    (folder / names[1]).mkdir()
+    (folder / names[2]).write_bytes(basis.data)
+    os.mkfifo(folder / names[3])
+    found = find_basis(str(basis.fingerprint))
+    assert found is not None
+    assert found.sha256 == basis.sha256
+    for name in (names[0], names[1], names[3]):
+        with pytest.raises(InputError, match="cannot read"):
+            load_basis(folder / name)
+    with pytest.raises(InputError, match="not a plain file"):
+        load_basis("/dev/zero")
+    own.unlink()
+    os.mkfifo(own)
+    assert known_basis(basis.ref) is None
+    assert stat.S_IMODE(save_basis(basis).stat().st_mode) == 0o666 & ~_umask()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
 def test_readers_elsewhere_fetch_the_basis_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     basis, kv = basis_of(model), cache_of(model)
@@ -173,18 +213,51 @@ def test_readers_elsewhere_fetch_the_basis_once(tmp_path: Path, monkeypatch: pyt
     assert known_basis(basis.ref) is None
     first = lynxkv.load(url)
     assert known_basis(basis.ref) is not None
+    # Anybody may have put it there: caches are encoded with this user's own ones only.
+    assert find_basis(str(basis.fingerprint)) is None
     beside.unlink()
     assert torch.equal(lynxkv.load(url).layers[2].tensors["k"], first.layers[2].tensors["k"])
     monkeypatch.setenv("LYNXKV_HOME", str(tmp_path / "another"))
     with pytest.raises(CacheNotFoundError, match="basis") as caught:
         lynxkv.load(url)
     assert basis.ref.name in str(caught.value.hint)
-    beside.write_bytes(basis.data[:-1] + b"\0")
-    with pytest.raises(ChecksumError):
-        lynxkv.check(url)
+    for damaged in (basis.data[:-1] + b"\0", basis.data + b"\0", basis.data[:-64], b""):
+        beside.write_bytes(damaged)
+        with pytest.raises(ChecksumError, match="basis"):
+            lynxkv.check(url)
     beside.write_bytes(basis.data)
     monkeypatch.setenv("LYNXKV_HOME", "/proc/nowhere")
     lynxkv.check(url)
+
+
+def test_no_cache_loses_its_basis_to_pruning(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    basis, root = basis_of(model), tmp_path / "outer.lynx"  # a folder that is called as a cache is
+    for seed in (1, 2):
+        lynxkv.encode(cache_of(model, seed), str(root / f"{seed}.lynx"), codec="compact", basis=basis)
+    assert not prune(str(root), grace_s=0, now_s=lambda: 1e11).removed
+    assert {entry.orphan_bytes for entry in list_caches(str(root))} == {0}
+    remove(str(root / "1.lynx"))
+    assert lynxkv.check(str(root / "2.lynx")).tokens == 300
+
+
+def test_readers_in_threads_load_the_same(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    url = str(tmp_path / "a.lynx")
+    lynxkv.encode(cache_of(model), url, codec="compact", basis=basis_of(model))
+    with ThreadPoolExecutor(6) as pool:
+        loaded = list(pool.map(lambda _: lynxkv.load(url), range(6)))
+    for layers in zip(*(kv.layers for kv in loaded), strict=True):
+        for name in ("k", "v"):
+            assert all(torch.equal(layer.tensors[name], layers[0].tensors[name]) for layer in layers)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 5])
+def test_very_short_caches(tokens: int, tmp_path: Path) -> None:
+    model, url = tiny_model("llama"), str(tmp_path / "a.lynx")
+    kv = cache_of(model).between(0, tokens)
+    lynxkv.encode(kv, url, codec="compact", basis=basis_of(model))
+    assert error(lynxkv.load(url), kv) < 1e-3 if tokens > 4 else lynxkv.check(url).tokens == tokens
 
 
 def test_caches_elsewhere_share_one_basis(tmp_path: Path) -> None:
@@ -230,6 +303,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         lynxkv.encode(kv, url, codec="int8", basis=basis)
     with pytest.raises(BindingError, match="another model"):
         lynxkv.encode(kv, url, codec="compact", basis=basis, identity=tiny_model("llama", seed=1).identity)
+    with pytest.raises(BindingError, match="another model"):  # before anything is prefilled
+        lynxkv.encode_prompt(tiny_model("llama", seed=1), [5] * 20, url, codec="compact", basis=basis, progress=_never)
     with pytest.raises(BindingError, match="does not fit"):
         lynxkv.encode(cache_of(tiny_model("phi")), url, codec="compact", basis=basis)
     short = replace(basis.ropes["main"], coarse=basis.ropes["main"].coarse[:4])
@@ -239,6 +314,18 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(HeaderError):
         parse_basis((Path(__file__).parents[1] / "format_spec/vectors/valid/single-token.lynx/anchor.safetensors")
                     .read_bytes(), what="an Anchor")  # fmt: skip
+
+
+def _never(stage: str, done: int, total: int) -> None:
+    raise AssertionError(stage)
+
+
+def test_a_model_that_overflows_is_refused() -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.hf.get_parameter("model.layers.1.self_attn.v_proj.weight").fill_(float("inf"))
+    with pytest.raises(NonFiniteError, match="layer 1 v"):
+        basis_of(model)
 
 
 def test_texts_that_are_too_short_are_refused() -> None:

@@ -45,9 +45,10 @@ def calibrate(
     loaded = lynxkv.load_model(model, report=output.note)
     with output.progress() as progress:
         basis = lynxkv.calibrate(loaded, texts or None, tokens=tokens, progress=progress)
-    path = save_basis(basis)
-    if out is not None:
-        path = save_basis(basis, out)
+    # What was asked for by name first: if the other cannot be written, the work is not lost.
+    given = save_basis(basis, out) if out is not None else None
+    kept = save_basis(basis)
+    path = given or kept
     output.result(
         {
             "path": str(path),

@@ -18,10 +18,11 @@ from lynxkv_cli._output import Output, seconds, size
 if TYPE_CHECKING:
     from lynxkv.encoder import EncodeReport
     from lynxkv.layout import Identity
+    from lynxkv.planning import Workload
     from lynxkv.spans import PromptReport
 
-    # How to encode, once it is known for whom: of a model's identity, tokens, and channels of all tensors.
-    Known = Callable[[Identity | None, int, int], dict[str, Any]]
+    # How to encode, once it is known for whom: of a model's identity, and the numbers that it keeps.
+    Known = Callable[[Identity | None, Workload], dict[str, Any]]
 
 HELP = """Example: lynxkv encode @README.md --model smollm2 --out readme.lynx
 
@@ -137,7 +138,7 @@ def encode(
     from lynxkv.bases import basis_of, find_basis, load_basis
     from lynxkv.codecs import get_codec
     from lynxkv.encoder import check_options
-    from lynxkv.planning import Workload, plan
+    from lynxkv.planning import plan
     from lynxkv.store import Store
 
     # What can be refused without the model is refused before it is loaded.
@@ -158,13 +159,12 @@ def encode(
     }
     why = None
 
-    def known(identity: Identity | None, tokens: int, channels: int) -> dict[str, Any]:
-        """How to encode so many tokens of a model; what can be refused without a prefill is refused here."""
+    def known(identity: Identity | None, workload: Workload) -> dict[str, Any]:
+        """How to encode so much of a model; what can be refused without a prefill is refused here."""
         nonlocal why
         fingerprint = identity.fingerprint if identity is not None else None
         if over is not None:
             own = given or (find_basis(fingerprint) if fingerprint is not None else None)
-            workload = Workload(tokens=tokens, elements=tokens * channels, channels=channels)
             chosen = plan(workload, over, target or "default", basis=own is not None)
             why = chosen.why
             found = parse_codec(chosen.choice.codec or "raw")
@@ -232,11 +232,18 @@ def _from_prompt(
 ) -> tuple[PromptReport, Identity | None]:
     import lynxkv
     from lynxkv.integrations.hf import open_turn
+    from lynxkv.planning import Workload
+    from lynxkv.shapes import KVShape, LayerKV
 
     model = lynxkv.load_model(model_ref, report=output.note)
     ids = open_turn(model.tokenizer, text)
-    shapes = [shape for layer in model.layer_specs() for shape in layer.tensors.values()]
-    settings = known(model.identity, len(ids), sum(heads * dim for heads, dim in shapes))
+    layers = [
+        LayerKV(channels=sum(heads * dim for heads, dim in layer.tensors.values()), window=layer.window)
+        for layer in model.layer_specs()
+    ]
+    shape = KVShape(model_id=model_ref, layers=tuple(layers))
+    workload = Workload(tokens=len(ids), elements=shape.elements(len(ids)), channels=shape.channels)
+    settings = known(model.identity, workload)
 
     def on_span(span: EncodeReport) -> None:
         if span.url != out:
@@ -252,6 +259,7 @@ def _from_file(
 ) -> tuple[PromptReport, Identity | None]:
     import lynxkv
     from lynxkv.kv import kv_from_safetensors
+    from lynxkv.planning import Workload
     from lynxkv.spans import PromptReport
 
     kv, identity = kv_from_safetensors(path), None
@@ -259,7 +267,12 @@ def _from_file(
         # Another tool made the prompt, so whether it ends inside a user turn is not known.
         identity = replace(lynxkv.load_model(model_ref, report=output.note).identity, turn=None)
     tensors = [x for layer in kv.layers for x in layer.tensors.values()]
-    settings = known(identity, kv.tokens, sum(x.shape[0] * x.shape[2] for x in tensors))
+    workload = Workload(
+        tokens=kv.tokens,
+        elements=sum(x.numel() for x in tensors),
+        channels=sum(x.shape[0] * x.shape[2] for x in tensors),
+    )
+    settings = known(identity, workload)
     began = time.monotonic()
     with output.progress() as progress:
         encoded = lynxkv.encode(kv, out, identity=identity, progress=progress, **settings)

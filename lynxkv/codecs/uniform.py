@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lynxkv.codecs.base import ANYWHERE, SINK_TOKENS, Codec, Place, check_range, check_sinks, segment_tokens
+from lynxkv.errors import InputError
 from lynxkv.kernels import ChannelStatistics, EntropyTables, channel_statistics
 from lynxkv.kernels.rounding import round_to
 from lynxkv.kernels.tables import F32, Transform
@@ -110,15 +111,21 @@ class Uniform(Codec):
     def _transformed(self, x: Tensor, tensor: TensorName, relative: float, transform: Transform) -> EntropyTables:
         """The same for components. The spread is that of channels turned back: RoPE turns a bias into variance that is
         nothing to be coded. Rows of a basis are longer than 1, so the step between indices is so much smaller.
+
+        Raises:
+            InputError: the basis cannot be led back from, or its rope not undone.
         """
         turned = turned_back(x, transform.rope)
         known = channel_statistics(turned)
         mean = torch.from_numpy(known.mean).to(x.device)
         found = components(turned, mean, transform)
         variance = found.to(torch.float64).var(1, correction=0).reshape(-1)
-        step = np.float32(
-            max(relative * _spread(known) / transform.norm, float(found.abs().amax()) / _MAX_INDEX, _MIN_STEP)
-        )
+        peak = float(found.abs().amax())
+        if not np.isfinite(peak):
+            raise InputError(
+                "components of the basis are too large", hint="calibrate the model again, or take another codec"
+            )
+        step = np.float32(max(relative * _spread(known) / transform.basis.norm, peak / _MAX_INDEX, _MIN_STEP))
         half_step = np.float32(step / (2 * self.radix))
         if tensor == "v":
             moved = _turn(*_short_tokens(x, found), float(step), self._beside(half_step)) * float(step)

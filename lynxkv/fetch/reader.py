@@ -247,7 +247,7 @@ class CacheReader:
         return None if raw is None else raw.view("<f4")
 
     def bases(self) -> list[Basis | None]:
-        """The basis of each of `spans` that has one: from this user's own, or else from beside it, and then kept.
+        """The basis of each of `spans` that has one, from this user's own or those fetched before, or from beside it.
 
         Raises:
             CacheNotFoundError: it is in neither place.

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import groupby
 from typing import TypeVar
 
-from lynxkv.bases import bases_beside, checked_basis, known_basis, save_basis
+from lynxkv.bases import bases_beside, checked_basis, keep_fetched, known_basis
 from lynxkv.errors import (
     BindingError,
     CacheNotFoundError,
@@ -254,7 +254,7 @@ class SpanReader:
             if basis is None:
                 basis = self._fetch_basis(ref)
                 with suppress(InputError):  # it is here all the same
-                    save_basis(basis)
+                    keep_fetched(basis)
             basis.check_fits(self.header)
             self._basis = basis
         return self._basis
@@ -270,14 +270,22 @@ class SpanReader:
 
     def _fetch_basis(self, ref: TransformRef) -> Basis:
         reader = self._reader_of(bases_beside(self.store), self._link)
+
+        async def fetch() -> tuple[bytes, int]:
+            fetched = await reader.fetch(ref.name, 0, ref.bytes)
+            return bytes(fetched.data), await reader.size(ref.name) if fetched.size is None else fetched.size
+
         try:
-            data = self._scheduler.submit(Lane.ANCHOR, partial(reader.fetch, ref.name, 0, ref.bytes)).result().data
+            data, size = self._scheduler.submit(Lane.ANCHOR, fetch).result()
         except CacheNotFoundError as error:
             hint = f"copy {ref.name} there from beside the original, or encode the cache again"
             raise CacheNotFoundError(f"{reader.url}: the basis {ref.name} is missing", hint=hint) from error
         finally:
             reader.transport.close()
-        return checked_basis(bytes(data), ref, what=f"{reader.url}/{ref.name}")
+        what = f"{reader.url}/{ref.name}"
+        if size != ref.bytes:
+            raise ChecksumError(f"{what}: the basis has {size} bytes, not {ref.bytes}", hint="copy it again")
+        return checked_basis(data, ref, what=what)
 
     def _needed(self, segments: Iterable[Segment]) -> Iterator[Segment]:
         return (segment for segment in segments if _is_needed(self.part, segment))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,16 @@ class TensorBasis:
     def channels(self) -> int:
         return int(self.rows.shape[0] * self.rows.shape[1])
 
+    @cached_property
+    def weight(self) -> int:
+        """The largest sum of magnitudes that lead to one channel: how much an index can grow."""
+        return int(np.abs(self.rows.astype(np.int64)).sum(1).max())
+
+    @cached_property
+    def norm(self) -> float:
+        """Root mean square length of the rows."""
+        return float(np.sqrt(np.square(self.rows.astype(np.float64)).sum(2).mean()))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Basis:
@@ -79,6 +90,13 @@ class Basis:
         """What a cache says of it."""
         digest = self.sha256
         return TransformRef(name=basis_file(digest), sha256=digest, bytes=len(self.data))
+
+    def check_belongs(self, fingerprint: str | None) -> None:
+        """Raise a BindingError if this basis is that of another model than the one with this fingerprint."""
+        if None not in (fingerprint, self.fingerprint) and fingerprint != self.fingerprint:
+            raise BindingError(
+                f"the basis is that of another model ({self.model_id})", hint="calibrate this one: lynxkv calibrate"
+            )
 
     def check_fits(self, header: CacheHeader) -> None:
         """Raise a BindingError unless this basis has every entropy-coded tensor and position of `header`."""

@@ -10,10 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from lynxkv.errors import InputError
-from lynxkv.format.basis import FINE_POSITIONS, Basis, RopeTables
+from lynxkv.format.basis import FINE_POSITIONS, Basis, RopeTables, TensorBasis
 from lynxkv.layout import CacheHeader, TensorRef
 
 F32 = npt.NDArray[np.float32]
+
+# How much larger, relative to the values, a basis may make rounding errors.
+_MAX_CONDITION = 1e3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,16 +125,17 @@ class Rope:
         position = np.arange(self.first, self.first + tokens)
         coarse = self.tables.coarse[position // FINE_POSITIONS]
         fine = self.tables.fine[position % FINE_POSITIONS]
-        cos = coarse[..., 0] * fine[..., 0] - coarse[..., 1] * fine[..., 1]
-        sin = coarse[..., 1] * fine[..., 0] + coarse[..., 0] * fine[..., 1]
+        with np.errstate(over="ignore", invalid="ignore"):  # of hostile tables: decoding makes zeros of NaN
+            cos = coarse[..., 0] * fine[..., 0] - coarse[..., 1] * fine[..., 1]
+            sin = coarse[..., 1] * fine[..., 0] + coarse[..., 0] * fine[..., 1]
         return cos, sin
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transform:
-    """The basis whose components are coded instead of channels: `rows` [blocks, n, n] i8, then the rope, if any."""
+    """The basis whose components are coded instead of channels, then the rope, if any."""
 
-    rows: npt.NDArray[np.int8]
+    basis: TensorBasis
     rope: Rope | None = None
 
     @classmethod
@@ -139,9 +143,14 @@ class Transform:
         """That of one tensor's coded tokens."""
         own = basis.layers[ref.layer][ref.name]
         if own.rope is None:
-            return cls(rows=own.rows)
+            return cls(basis=own)
         first = header.layers[ref.layer].start + ref.sinks
-        return cls(rows=own.rows, rope=Rope(tables=basis.ropes[own.rope], first=first))
+        return cls(basis=own, rope=Rope(tables=basis.ropes[own.rope], first=first))
+
+    @property
+    def rows(self) -> npt.NDArray[np.int8]:
+        """[blocks, n, n]."""
+        return self.basis.rows
 
     @property
     def blocks(self) -> int:
@@ -153,26 +162,22 @@ class Transform:
         return int(self.rows.shape[1])
 
     @cached_property
-    def weight(self) -> int:
-        """The largest sum of magnitudes that lead to one channel: how much an index can grow."""
-        return int(np.abs(self.rows.astype(np.int64)).sum(1).max())
-
-    @cached_property
-    def norm(self) -> float:
-        """Root mean square length of the rows."""
-        return float(np.sqrt(np.square(self.rows.astype(np.float64)).sum(2).mean()))
-
-    @cached_property
     def inverse(self) -> F32:
         """What leads from channels to components, [blocks, n, n].
 
         Raises:
-            InputError: there is no such thing.
+            InputError: there is no such thing, or only one that blows rounding errors up. Directions at right angles,
+                as calibrating finds them, do not.
         """
+        rows = self.rows.astype(np.float64)
         try:
-            inverse = np.linalg.inv(self.rows.astype(np.float64))
+            inverse = np.linalg.inv(rows)
         except np.linalg.LinAlgError as error:
             raise InputError("the basis has no inverse", hint="calibrate the model again") from error
+        # Frobenius norms: n where rows are at right angles and of one length.
+        condition = np.linalg.norm(rows, axis=(1, 2)) * np.linalg.norm(inverse, axis=(1, 2))
+        if not (condition <= _MAX_CONDITION * self.size).all():
+            raise InputError("the basis is too near to one without inverse", hint="calibrate the model again")
         return inverse.astype(np.float32)
 
     def at(self, token: int) -> Transform:
@@ -180,9 +185,8 @@ class Transform:
         if self.rope is None:
             return self
         moved = replace(self, rope=replace(self.rope, first=self.rope.first + token))
-        for known in ("weight", "norm", "inverse"):
-            if known in self.__dict__:
-                moved.__dict__[known] = self.__dict__[known]
+        if "inverse" in self.__dict__:
+            moved.__dict__["inverse"] = self.inverse
         return moved
 
 

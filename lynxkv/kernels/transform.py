@@ -77,10 +77,10 @@ def exact_product(index: Tensor, transform: Transform) -> Tensor:
     """index [blocks, T, n] times the basis' rows, rounded once to f32.
 
     In f32 where no partial sum can exceed 2^24 and products are not shortened, else in f64, which holds all that the
-    SPEC allows (|j| < 2^24, |row| < 2^7, n <= 2^16).
+    SPEC allows (|j| < 2^24, |row| <= 2^7, n <= 2^16).
     """
     whole = index.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
-    if whole and index.numel() and float(index.abs().amax()) * transform.weight < _EXACT_IN_F32:
+    if whole and index.numel() and float(index.abs().amax()) * transform.basis.weight < _EXACT_IN_F32:
         return torch.bmm(index, torch.from_numpy(transform.rows.astype(np.float32)))
     rows = torch.from_numpy(transform.rows.astype(np.float64)).to(index.device)
     return torch.bmm(index.to(torch.float64), rows).to(torch.float32)

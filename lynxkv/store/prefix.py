@@ -64,6 +64,11 @@ class Store:
         """
         if os.fspath(url).rstrip("/").endswith(SUFFIX):
             raise InputError(f"{url} names a cache", hint=f"Residuals go to a folder whose name has no {SUFFIX}")
+        return cls.of_folder(url, tos=tos)
+
+    @classmethod
+    def of_folder(cls, url: Url, *, tos: int | None = None) -> Store:
+        """A folder or prefix of any name, as one that caches lie in."""
         store = cls.__new__(cls)
         store._open(url, tos)
         return store

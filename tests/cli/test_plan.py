@@ -14,7 +14,7 @@ import pytest
 import lynxkv
 from lynxkv.kv import kv_to_safetensors
 from lynxkv.testing.kv import random_kv
-from lynxkv.testing.tiny_models import tiny_config
+from lynxkv.testing.tiny_models import tiny_config, tiny_model
 
 if TYPE_CHECKING:
     from tests.conftest import Lynx
@@ -93,6 +93,26 @@ def test_encode_takes_the_planned_codec(lynx: Lynx, tmp_path: Path, link: str, t
     assert encoded["codec_why"] in again.err
     plain = json.loads(lynx("encode", *arguments[:2], "--out", tmp_path / "plain.lynx", "--json").out)
     assert plain["codec_why"] is None
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
+def test_encode_reckons_with_what_windows_keep(
+    lynx: Lynx, tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lynxkv import planning
+
+    model, usual, workloads = tiny_model(family), planning.plan, []
+
+    def observed(workload: planning.Workload, *arguments: Any, **options: Any) -> planning.Plan:
+        workloads.append(workload)
+        return usual(workload, *arguments, **options)
+
+    monkeypatch.setattr("lynxkv.checkpoints.load_model", lambda ref, **options: model)
+    monkeypatch.setattr(planning, "plan", observed)
+    text = " ".join(f"w{3 + number % 40}" for number in range(60))
+    options = ("--model", "tiny", "--codec", "auto", "--link", "1mbit", "--json")
+    encoded = json.loads(lynx("encode", text, *options, "--out", tmp_path / "a.lynx").out)
+    assert [load.original_bytes for load in workloads] == [encoded["bytes_original"]]
 
 
 @pytest.mark.parametrize(

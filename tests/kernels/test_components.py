@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from lynxkv import InputError
 from lynxkv.codecs import get_codec
 from lynxkv.codecs.base import Place
-from lynxkv.format.basis import RopeTables
+from lynxkv.format.basis import RopeTables, TensorBasis
 from lynxkv.kernels import EntropyTables, Paged, Rope, Transform, dequantize, quantize, reference, tables_at
 from lynxkv.kernels.rounding import TORCH_DTYPES
 from lynxkv.kernels.transform import components, exact_product, turned_back, values_of
@@ -38,7 +39,7 @@ def transform(heads: int, dim: int, blocks: int, *, pairs: int | None = None) ->
     directions = torch.linalg.qr(torch.randn(blocks, size, size, generator=generator, dtype=torch.float64))[0]
     rows = torch.round(directions * (127 / directions.abs().max())).to(torch.int8).numpy()
     pairs = dim // 2 if pairs is None else pairs
-    return Transform(rows=rows, rope=rope(pairs) if pairs else None)
+    return Transform(basis=TensorBasis(rows=rows), rope=rope(pairs) if pairs else None)
 
 
 def normal(heads: int, tokens: int, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -104,14 +105,14 @@ def test_values_come_back_within_the_step(shape: tuple[int, int, int, int]) -> N
     coding, tables, anchor, residual = encoded(x, own, radix=5)
     spec = TensorSpec(heads=heads, head_dim=dim, coding=0)
     # An index is off by half at most, and a turn mixes two channels.
-    bound = 2**0.5 * own.weight * float(tables.step) / 2 * 1.001
+    bound = 2**0.5 * own.basis.weight * float(tables.step) / 2 * 1.001
     for codes, parts in ((None, 1), (residual, 5)):
         out = torch.empty_like(x)
         dequantize(anchor, codes, coding, tables, spec, "bf16", out)
         error = (out - x).abs()
         assert float((error - x.abs() / 256).max()) <= bound / parts
         if tokens > 1:
-            usual = own.norm * float(tables.step) / 12**0.5 / parts
+            usual = own.basis.norm * float(tables.step) / 12**0.5 / parts
             assert float((error.square().mean() - (x / 400).square().mean()).clamp_min(0).sqrt()) < 1.2 * usual
 
 
@@ -154,11 +155,15 @@ def test_segments_start_where_they_are() -> None:
     assert torch.equal(out, whole[:, 64:])
 
 
-def test_extreme_values_stay_finite_and_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("table", [1.0, 3e38])
+def test_extreme_values_stay_finite_and_alike(table: float, monkeypatch: pytest.MonkeyPatch) -> None:
     own, x = transform(2, 16, 1), normal(2, 40, 16)
     coding, tables, anchor, residual = encoded(x, own)
     spec = TensorSpec(heads=2, head_dim=16, coding=0)
     wild = replace(tables, step=np.float32(1e38), half_step=np.float32(1e38), mean=np.full(32, -3e38, np.float32))
+    assert own.rope is not None
+    ropes = RopeTables(coarse=own.rope.tables.coarse * np.float32(table), fine=own.rope.tables.fine * np.float32(table))
+    wild = replace(wild, transform=replace(own, rope=replace(own.rope, tables=ropes)))
     found = {}
     for name in ("reference", "cpu"):
         monkeypatch.setenv("LYNXKV_BACKEND", name)
@@ -168,12 +173,33 @@ def test_extreme_values_stay_finite_and_alike(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(found["cpu"], found["reference"])
 
 
-def test_a_basis_without_inverse_is_refused() -> None:
-    from lynxkv import InputError
-
-    own = Transform(rows=np.ones((1, 8, 8), np.int8))
+@pytest.mark.parametrize(
+    "rows", [np.ones((8, 8)), np.zeros((8, 8)), np.eye(8) + 127 * np.eye(8, k=1), np.diag([127] * 7 + [0])]
+)
+def test_a_basis_without_a_good_inverse_is_refused(rows: np.ndarray) -> None:
+    own = Transform(basis=TensorBasis(rows=rows.astype(np.int8)[None]))
     with pytest.raises(InputError, match="inverse"):
         encoded(normal(1, 9, 8), own)
+
+
+@pytest.mark.parametrize("table", [0.0, 1e-30, 3e38])
+def test_a_turn_that_cannot_be_undone_is_refused(table: float) -> None:
+    own = transform(1, 8, 1)
+    assert own.rope is not None
+    fine = np.full_like(own.rope.tables.fine, table)
+    ropes = RopeTables(coarse=np.full_like(own.rope.tables.coarse, table), fine=fine)
+    with pytest.raises(InputError, match="too large"):
+        encoded(normal(1, 9, 8), replace(own, rope=replace(own.rope, tables=ropes)))
+
+
+def test_segments_share_what_is_known_of_a_basis() -> None:
+    own = transform(2, 8, 1)
+    later = own.at(64)
+    assert later.rope is not None
+    assert later.rope.first == 164
+    assert later.basis is own.basis
+    assert later.inverse is not own.inverse
+    assert own.at(128).inverse is own.inverse
 
 
 def test_reference_and_codec_agree_on_what_a_component_is() -> None:
@@ -197,4 +223,4 @@ def test_reference_and_codec_agree_on_what_a_component_is() -> None:
     )
     assert np.array_equal(out.transpose(0, 1).reshape(30, 16).numpy(), value)
     error = np.abs(value - x.transpose(0, 1).reshape(30, 16).numpy())
-    assert error.max() <= own.weight * float(tables.step) / 2 * 1.001
+    assert error.max() <= own.basis.weight * float(tables.step) / 2 * 1.001

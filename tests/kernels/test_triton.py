@@ -15,7 +15,18 @@ from torch import Tensor
 
 from lynxkv import ContentError
 from lynxkv.codecs import Codec, get_codec
-from lynxkv.kernels import EntropyTables, Paged, named_backend, reference
+from lynxkv.codecs.base import Place
+from lynxkv.format.basis import RopeTables, TensorBasis
+from lynxkv.kernels import (
+    EntropyTables,
+    Paged,
+    Rope,
+    Transform,
+    dequantize,
+    named_backend,
+    quantize,
+    reference,
+)
 from lynxkv.kernels.rounding import TORCH_DTYPES
 from lynxkv.layout import TensorSpec
 
@@ -109,6 +120,41 @@ def test_pages_get_the_same_bits(kernels: ModuleType, codec: Codec) -> None:
         kernels.dequantize(anchor, digits, coding, tables, spec, "bf16", out)
         assert torch.equal(_bits(out.read().cpu()), _bits(want))
         assert int((~torch.isnan(whole)).sum()) == want.numel()
+
+
+@pytest.mark.parametrize(("shape", "blocks", "pairs"), [((2, 70, 12), 1, 6), ((4, 33, 8), 2, 3), ((1, 1, 20), 1, 0)])
+@pytest.mark.parametrize("radix", [1, 8])
+def test_components_of_a_basis_lead_to_the_same_bits(
+    shape: tuple[int, int, int], blocks: int, pairs: int, radix: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`compact`: indices from the kernels, then the product, the turn and the rounding, into tensors and pages."""
+    heads, tokens, dim = shape
+    size, generator = heads * dim // blocks, torch.Generator().manual_seed(3)
+    rows = torch.linalg.qr(torch.randn(blocks, size, size, generator=generator))[0]
+    angle = torch.rand(64, pairs, generator=generator) * 6
+    turns = torch.stack([angle.cos(), angle.sin()], -1).numpy()
+    transform = Transform(
+        basis=TensorBasis(rows=(rows * (127 / rows.abs().max())).round().to(torch.int8).numpy()),
+        rope=Rope(tables=RopeTables(coarse=turns[:4], fine=turns), first=60) if pairs else None,
+    )
+    codec, spec = get_codec("compact", radix=radix, key_step=0.05), TensorSpec(heads=heads, head_dim=dim, coding=0)
+    x = tensor(shape, "outliers", torch.float32)
+    coding, tables = codec.coding("k", heads * dim), codec.tables(x, "k", Place(transform=transform))
+    monkeypatch.setenv("LYNXKV_BACKEND", "reference")
+    anchor, residual = quantize(x, coding, tables)
+    for digits in (None, residual) if residual is not None else (None,):
+        want = torch.empty(shape, dtype=torch.bfloat16)
+        out = torch.full((heads, tokens + 3, dim), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+        pages = torch.zeros(6, heads, 16, dim, dtype=torch.bfloat16, device=DEVICE)
+        paged = Paged(pages=pages, table=np.array([5, 0, 3, 1, 2]), first=3, tokens=tokens)
+        monkeypatch.setenv("LYNXKV_BACKEND", "reference")
+        dequantize(anchor, digits, coding, tables, spec, "bf16", want)
+        monkeypatch.setenv("LYNXKV_BACKEND", "triton")
+        dequantize(anchor, digits, coding, tables, spec, "bf16", out[:, :tokens])
+        dequantize(anchor, digits, coding, tables, spec, "bf16", paged)
+        assert torch.equal(_bits(out[:, :tokens].cpu()), _bits(want))
+        assert torch.equal(_bits(paged.read().cpu()), _bits(want))
+        assert out[:, tokens:].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
