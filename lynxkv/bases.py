@@ -74,8 +74,12 @@ def keep_fetched(basis: Basis) -> None:
     save_basis(basis, fetched_folder() / basis.ref.name)
 
 
-def find_basis(fingerprint: str) -> Basis | None:
-    """The newest of this user's bases for the model with this fingerprint; damaged files are passed over."""
+def find_basis(fingerprint: str | None) -> Basis | None:
+    """The newest of this user's bases for the model with this fingerprint, if that is known; damaged files are passed
+    over.
+    """
+    if fingerprint is None:
+        return None
     for _, path in sorted(_dated_files(bases_folder()), key=itemgetter(0), reverse=True):
         try:
             basis = load_basis(path)
@@ -92,7 +96,7 @@ def basis_of(fingerprint: str | None) -> Basis:
     Raises:
         InputError: there is none, or the model is not known.
     """
-    basis = find_basis(fingerprint) if fingerprint is not None else None
+    basis = find_basis(fingerprint)
     if basis is None:
         raise InputError("the codec needs a basis of the model", hint=CALIBRATE_HINT)
     return basis

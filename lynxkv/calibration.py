@@ -19,7 +19,7 @@ from torch import Tensor
 from lynxkv._version import __version__
 from lynxkv.codecs.base import SINK_TOKENS
 from lynxkv.errors import InputError, NonFiniteError, UnsupportedModelError
-from lynxkv.format.basis import Basis, RopeTables, TensorBasis, render_basis
+from lynxkv.format.basis import TENSORS, Basis, RopeTables, TensorBasis, render_basis
 from lynxkv.integrations.hf.model import Model
 from lynxkv.integrations.hf.ropes import rope_tables
 from lynxkv.integrations.hf.templates import open_turn
@@ -33,7 +33,6 @@ from lynxkv.standard_texts import source, topics
 TOKENS = 2048
 # A product with a block costs n multiplications a channel: beyond this they would count beside the model's own.
 MAX_BLOCK_CHANNELS = 1024
-_TENSORS: tuple[TensorName, ...] = ("k", "v")
 # Below this part of the largest one, variances are rounding.
 _FLOOR = 1e-9
 
@@ -111,7 +110,7 @@ def _tensors(kv: KV) -> Iterator[tuple[int, TensorName, Tensor, int]]:
     """Layer, name, coded tokens [H, T, D] and the position of the first."""
     for number, layer in enumerate(kv.layers):
         sinks = max(SINK_TOKENS - layer.start, 0)
-        for tensor in _TENSORS:
+        for tensor in TENSORS:
             if tensor not in layer.tensors or layer.tensors[tensor].shape[1] <= sinks:
                 raise UnsupportedModelError("there is nothing to calibrate on: no keys and values behind the sinks")
             x = layer.tensors[tensor][:, sinks:]

@@ -13,7 +13,10 @@ from typing import Any
 
 from lynxkv.checkpoints import ALIASES, HUB_ID, Report, resolve
 from lynxkv.errors import InputError, UnsupportedModelError
+from lynxkv.format.limits import MAX_LAYERS
 
+# No configuration comes near it.
+MAX_NUMBER = 1 << 31
 # Families whose configurations may leave out which layers slide: every n-th one does not.
 _FULL_EVERY = {"gemma2": 2, "cohere2": 4, "gemma3_text": 6}
 
@@ -73,28 +76,34 @@ def shape_of(config: dict[str, Any], *, model_id: str = "unnamed") -> KVShape:
     if text.get("is_encoder_decoder") or text.get("num_kv_shared_layers"):
         raise _refusal(name, "its layers share what they keep")
     layers, heads = _count(text, "num_hidden_layers", name), _count(text, "num_attention_heads", name)
+    if layers > MAX_LAYERS:
+        raise _refusal(name, f"it has {layers} layers, over {MAX_LAYERS}")
     windows = _windows(text, layers, name)
-    if text.get("kv_lora_rank"):
-        channels = _count(text, "kv_lora_rank", name) + _count(text, "qk_rope_head_dim", name)
+    rank = _optional(text, "kv_lora_rank", name)
+    if rank is not None:
+        channels = rank + _count(text, "qk_rope_head_dim", name)
     else:
-        dim = text.get("head_dim") or _count(text, "hidden_size", name) // heads
-        channels = 2 * (text.get("num_key_value_heads") or heads) * dim
+        dim = _optional(text, "head_dim", name) or _count(text, "hidden_size", name) // heads
+        channels = 2 * (_optional(text, "num_key_value_heads", name) or heads) * dim
     return KVShape(
         model_id=model_id,
         layers=tuple(LayerKV(channels=channels, window=window) for window in windows),
-        latent=bool(text.get("kv_lora_rank")),
+        latent=rank is not None,
     )
 
 
 def _windows(text: dict[str, Any], layers: int, name: str) -> list[int | None]:
-    window = text.get("sliding_window")
+    window = _optional(text, "sliding_window", name)
     if text.get("use_sliding_window") is False:
         window = None
     kinds = text.get("layer_types")
     if kinds is None:
         kinds = [
-            "sliding_attention" if window and _slides(text, number) else "full_attention" for number in range(layers)
+            "sliding_attention" if window and _slides(text, number, name) else "full_attention"
+            for number in range(layers)
         ]
+    if not isinstance(kinds, list):
+        raise _refusal(name, "its layer_types are no list")
     if len(kinds) != layers:
         raise _refusal(name, f"it names the kinds of {len(kinds)} layers, not of {layers}")
     for number, kind in enumerate(kinds):
@@ -103,18 +112,26 @@ def _windows(text: dict[str, Any], layers: int, name: str) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def _slides(text: dict[str, Any], number: int) -> bool:
+def _slides(text: dict[str, Any], number: int, name: str) -> bool:
     """Whether a layer slides in a model that has a window and does not say which layers do."""
     if "use_sliding_window" in text:
-        return number >= int(text.get("max_window_layers", 0))
-    every = text.get("sliding_window_pattern") or _FULL_EVERY.get(str(text.get("model_type")))
+        return number >= (_optional(text, "max_window_layers", name) or 0)
+    every = _optional(text, "sliding_window_pattern", name) or _FULL_EVERY.get(str(text.get("model_type")))
     return not every or bool((number + 1) % every)
 
 
 def _count(text: dict[str, Any], key: str, name: str) -> int:
-    value = text.get(key)
-    if type(value) is not int or value < 1:
+    value = _optional(text, key, name)
+    if value is None:
         raise _refusal(name, f"its configuration has no {key}")
+    return value
+
+
+def _optional(text: dict[str, Any], key: str, name: str) -> int | None:
+    """A number that may be left out, or be null or 0."""
+    value = text.get(key) or None
+    if value is not None and not (type(value) is int and 1 <= value < MAX_NUMBER):
+        raise _refusal(name, f"its configuration has a {key} that is no number in [1, {MAX_NUMBER})")
     return value
 
 

@@ -82,7 +82,7 @@ def test_a_folder_without_weights_or_its_configuration(tmp_path: Path) -> None:
         ({"layer_types": ["linear_attention"] * 27}, "kind linear_attention"),
         ({"layer_types": ["full_attention"]}, "1 layers, not of 27"),
         ({"num_hidden_layers": None}, "no num_hidden_layers"),
-        ({"num_attention_heads": "16"}, "no num_attention_heads"),
+        ({"num_attention_heads": "16"}, "num_attention_heads that is no number"),
         ({"qk_rope_head_dim": None}, "no qk_rope_head_dim"),
         ({"kv_lora_rank": None, "hidden_size": None}, "no hidden_size"),
         ({"is_encoder_decoder": True}, "share"),
@@ -106,3 +106,22 @@ def test_models_that_are_not_there_are_refused(reference: str, tmp_path: Path) -
     with pytest.raises(InputError) as caught:
         read_shape(reference or str(tmp_path))
     assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "sliding_window",
+        "layer_types", "max_window_layers", "sliding_window_pattern", "kv_lora_rank", "qk_rope_head_dim", "text_config",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("family", ["llama", "qwen2-sliding", "gemma3"])
+def test_configurations_of_any_content_are_told_or_refused(family: str, key: str) -> None:
+    config = tiny_config(family).to_dict()
+    for kinds in (config.get("layer_types"), None):
+        for value in (None, "8", 0, -1, 1.5, float("nan"), True, [], [1], {}, {"a": 1}, 10**30):
+            try:
+                shape = shape_of({**config, "layer_types": kinds, key: value})
+            except UnsupportedModelError:
+                continue
+            assert shape.elements(100) >= 0

@@ -135,7 +135,7 @@ def encode(
     choice = parse_codec("default" if auto else codec)
     if out.startswith("memory:"):
         raise UsageProblem("memory:// ends with this command", hint="give a folder or a URL that lasts")
-    from lynxkv.bases import basis_of, find_basis, load_basis
+    from lynxkv.bases import find_basis, load_basis
     from lynxkv.codecs import get_codec
     from lynxkv.encoder import check_options
     from lynxkv.planning import plan
@@ -160,11 +160,10 @@ def encode(
     why = None
 
     def known(identity: Identity | None, workload: Workload) -> dict[str, Any]:
-        """How to encode so much of a model; what can be refused without a prefill is refused here."""
+        """How to encode so much of a model."""
         nonlocal why
-        fingerprint = identity.fingerprint if identity is not None else None
         if over is not None:
-            own = given or (find_basis(fingerprint) if fingerprint is not None else None)
+            own = given or find_basis(identity.fingerprint if identity is not None else None)
             chosen = plan(workload, over, target or "default", basis=own is not None)
             why = chosen.why
             found = parse_codec(chosen.choice.codec or "raw")
@@ -172,8 +171,6 @@ def encode(
             settings["basis"] = own if settings["codec"].needs_basis else None
             settings["exact"] |= found.exact
             output.note(f"{chosen.choice.codec}: {why}")
-        elif method.needs_basis and given is None:
-            settings["basis"] = basis_of(fingerprint)
         return settings
 
     if from_file is not None:

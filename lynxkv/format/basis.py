@@ -25,7 +25,8 @@ F32 = npt.NDArray[np.float32]
 I8 = npt.NDArray[np.int8]
 
 FINE_POSITIONS = 64
-_TENSORS: tuple[TensorName, ...] = ("k", "v")
+TENSORS: tuple[TensorName, ...] = ("k", "v")
+"""What has a basis."""
 _ITEMS: dict[str, Any] = {"I8": np.int8, "F32": "<f4"}
 
 
@@ -181,7 +182,7 @@ def parse_basis(data: bytes, *, what: str) -> Basis:
     for number, value in enumerate(fields.list("layers", limits.MAX_LAYERS)):
         layer = Fields(value, f"{what}.layers[{number}]")
         own: dict[TensorName, TensorBasis] = {}
-        for tensor in _TENSORS:
+        for tensor in TENSORS:
             rows = arrays.take(f"layer.{number}.{tensor}", "I8", 3)
             if rows.shape[1] != rows.shape[2] or rows.shape[0] * rows.shape[1] > limits.MAX_CHANNELS:
                 raise HeaderError(f"{what}: layer.{number}.{tensor} has the shape {rows.shape}")
