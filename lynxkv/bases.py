@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import itemgetter
 from pathlib import Path
 
@@ -57,12 +59,18 @@ def save_basis(basis: Basis, path: str | os.PathLike[str] | None = None) -> Path
         InputError: the file cannot be written.
     """
     target = Path(path) if path is not None else bases_folder() / basis.ref.name
-    try:
+    with _writing(target, named=path is not None):
         LocalWriter(target.parent).put(target.name, (basis.data,), overwrite=True)
-    except OSError as error:
-        hint = "give another --out" if path is not None else "set LYNXKV_HOME to a writable folder"
-        raise InputError(f"cannot write the basis {target}: {error.strerror}", hint=hint) from error
     return target
+
+
+def check_savable(path: str | os.PathLike[str] | None = None) -> None:
+    """Raise the InputError of `save_basis` before there is a basis, as far as it shows beforehand."""
+    folder = Path(path).parent if path is not None else bases_folder()
+    with _writing(Path(path or folder), named=path is not None):
+        if path is not None and Path(path).is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        LocalWriter(folder).probe()
 
 
 def keep_fetched(basis: Basis) -> None:
@@ -138,6 +146,16 @@ def publish_basis(basis: Basis, store: Store) -> None:
     beside, digest = bases_beside(store), basis.sha256
     shard = Shard(buffers=(basis.data,), bytes=len(basis.data), header_bytes=0, header_sha256=digest)
     beside.put(basis_file(digest), shard)
+
+
+@contextmanager
+def _writing(target: Path, *, named: bool) -> Iterator[None]:
+    """What fails in the words of this tool; `named`: by the user, or else among this user's own."""
+    try:
+        yield
+    except OSError as error:
+        hint = "give another --out" if named else "set LYNXKV_HOME to a writable folder"
+        raise InputError(f"cannot write the basis {target}: {error.strerror}", hint=hint) from error
 
 
 def _read(path: Path) -> bytes:

@@ -40,8 +40,11 @@ def calibrate(
         raise UsageProblem("no model is named", hint="add --model smollm2")
     texts = [read_text(text, name="document", note=output.note) for text in documents or ()]
     import lynxkv
-    from lynxkv.bases import save_basis
+    from lynxkv.bases import check_savable, save_basis
 
+    check_savable()
+    if out is not None:
+        check_savable(out)
     loaded = lynxkv.load_model(model, report=output.note)
     with output.progress() as progress:
         basis = lynxkv.calibrate(loaded, texts or None, tokens=tokens, progress=progress)

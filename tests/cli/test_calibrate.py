@@ -45,6 +45,19 @@ def _text(folder: Path, name: str) -> Path:
     return path
 
 
+@pytest.mark.parametrize(("home", "out"), [("file/home", "b.basis"), ("home", "file/b.basis"), ("home", ".")])
+def test_what_cannot_be_written_is_refused_before_the_work(
+    lynx: Lynx, tmp_path: Path, home: str, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("LYNXKV_HOME", str(tmp_path / home))
+    monkeypatch.setattr("lynxkv.checkpoints.load_model", lambda ref, **options: pytest.fail("the model is loaded"))
+    done = lynx("calibrate", "--model", "smollm2", "--out", tmp_path / out)
+    assert done.code == 1
+    assert "cannot write the basis" in done.err
+    assert ("--out" if home == "home" else "LYNXKV_HOME") in done.err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
