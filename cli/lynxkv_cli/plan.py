@@ -42,8 +42,8 @@ def plan(
     tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of the prompt.")],
     link: Annotated[str, typer.Option(metavar="RATE[/ROUND_TRIP]", help="The link, say 200mbit or 1gbit/20ms.")],
     target: TargetOption = "default",
-    basis: Annotated[
-        bool, typer.Option("--basis", help="The model has been calibrated: compact may be chosen.")
+    calibrated: Annotated[
+        bool, typer.Option("--calibrated", help="The model has been calibrated: compact may be chosen.")
     ] = False,
     token_ms: Annotated[float, typer.Option(metavar="MS", min=0.001, help="Milliseconds of a model step.")] = 20.0,
     prefill_rate: Annotated[
@@ -77,7 +77,7 @@ def plan(
         fixed_byte_s=usual.fixed_byte_s if fixed_rate is None else fixed_rate * 1e9,
         prefill_token_s=prefill_rate,
     )
-    found = make_plan(workload, parsed, target, speeds, basis=basis)
+    found = make_plan(workload, parsed, target, speeds, basis=calibrated)
     output.result(
         {
             "model_id": shape.model_id,
@@ -88,7 +88,7 @@ def plan(
             "link_bit_s": parsed.bit_per_s,
             "rtt_s": parsed.rtt_s,
             "target": target,
-            "basis": basis,
+            "calibrated": calibrated,
             "speeds": asdict(speeds),
             "estimates": [asdict(item) for item in found.estimates],
             "choice": found.choice.codec,

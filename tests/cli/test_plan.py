@@ -47,7 +47,7 @@ def test_json_and_table(lynx: Lynx, config: str) -> None:
     assert f"\ndefault: {result['why']}\n" in done.out
     assert "prefill is expected to be sooner" in done.out
     assert all(f"\n{item['name']} " in done.out for item in result["estimates"])
-    assert not result["basis"]
+    assert not result["calibrated"]
 
 
 def test_speeds_can_be_given(lynx: Lynx, config: str) -> None:
@@ -60,8 +60,8 @@ def test_speeds_can_be_given(lynx: Lynx, config: str) -> None:
 
 def test_a_calibrated_model(lynx: Lynx, config: str) -> None:
     arguments = ("--model", config, "--tokens", 4000, "--link", "10mbit/20ms")
-    result = planned(lynx, *arguments, "--basis")
-    assert (result["choice"], result["basis"]) == ("compact", True)
+    result = planned(lynx, *arguments, "--calibrated")
+    assert (result["choice"], result["calibrated"]) == ("compact", True)
     assert "\ncompact (calibrated) " in lynx("plan", *arguments).out
 
 
