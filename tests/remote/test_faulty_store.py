@@ -14,6 +14,7 @@ import lynxkv
 from lynxkv.choices import TransportName
 from lynxkv.fetch import FetchOptions
 from lynxkv.testing.kv import random_kv
+from lynxkv.testing.servers import Server
 
 s3fs = pytest.importorskip("s3fs")
 
@@ -21,9 +22,10 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "faulty_store.py"
 
 
 @pytest.fixture
-def faulty(s3_endpoint: str) -> Iterator[subprocess.Popen[str]]:
+def faulty(s3_running: Server) -> Iterator[subprocess.Popen[str]]:
     """A process before the S3 server; a third of the requests through it goes wrong."""
-    arguments = [s3_endpoint.removeprefix("http://"), "--share", "0.2", "--seed", "3"]
+    endpoint = s3_running.environment["AWS_ENDPOINT_URL"]
+    arguments = [endpoint.removeprefix("http://"), "--share", "0.2", "--seed", "3"]
     process = subprocess.Popen([sys.executable, SCRIPT, *arguments], stdout=subprocess.PIPE, text=True)
     try:
         yield process
