@@ -100,8 +100,8 @@ def _row(batch: int, results: Sequence[BatchResult]) -> BatchBenchRow:
     texts = [text for result in results for text in result.texts]
     drafts = [result.first_draft_s for result in results if result.first_draft_s is not None]
     tokens = [sum(len(text.token_ids) for text in result.texts) for result in results]
-    # What was accepted, and a token each, stand with the first verification.
-    later = [sum(len(text.token_ids) - text.accepted - 1 for text in result.texts) for result in results]
+    # What was accepted, and a token each unless that is all, stand with the first verification.
+    later = [sum(max(0, len(text.token_ids) - text.accepted - 1) for text in result.texts) for result in results]
     spans = [result.total_s - result.first_verified_s for result in results]
     return BatchBenchRow(
         batch=batch,
