@@ -179,12 +179,7 @@ class _Row:
 
     def stand(self, token_ids: Sequence[int], logits: Tensor) -> None:
         """Add tokens to the verified text, as far as it goes on. `logits` [n, V]: of the positions before them."""
-        before, released = len(self.text.token_ids), ""
-        for token in token_ids:
-            if self.text.stopped:
-                break
-            released += self.text.add(token)
-        stood = self.text.token_ids[before:]
+        stood, released = self.text.add_all(token_ids)
         if stood:
             if self.first_verified_s is None:
                 self.first_verified_s = self.now()

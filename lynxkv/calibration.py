@@ -3,7 +3,7 @@
 The channels of a layer depend on each other, and RoPE hides how: it turns a key's channels by its position. Turned back
 and written as components along the eigenvectors of their covariance, most components are small, and an entropy coder
 needs fewer bits for all of them together (the Karhunen-Loeve transform). The covariance is the model's far more than
-the text's: two texts of 2,048 tokens give nearly the basis that ten do.
+the text's: two texts of 2,048 tokens give nearly the basis that five do.
 """
 
 from __future__ import annotations

@@ -151,14 +151,14 @@ def inspect(url: Url, *, link: Link | None = None) -> InspectReport:
 
 def check(url: Url, *, link: Link | None = None, options: FetchOptions | None = None) -> CheckReport:
     """Read all of the cache at `url` and of those it continues, and check structure, checksums, binding and content
-    (SPEC 4 to 9), and that bases they name are to be had.
+    (SPEC 4 to 9), and that the bases they name are beside them.
 
     Raises:
         CacheNotFoundError, FetchError: the store cannot deliver it.
         FormatError: something is not as the SPEC wants it.
     """
     with open_cache(url, link=link, options=options) as reader:
-        reader.bases()
+        reader.bases(as_stored=True)
         segments = 0
         for span in reader.spans:
             segments += _check_shard(reader, span, span.anchor_head, ANCHOR_NAME)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from lynxkv.errors import InputError
@@ -94,6 +94,15 @@ class GrowingText:
             self.stopped = "stop"
             self._held = self._held[: min(found)]
         return self._release()
+
+    def add_all(self, token_ids: Iterable[int]) -> tuple[list[int], str]:
+        """Take tokens as far as the text goes on; those taken, and the text they release."""
+        before, released = len(self.token_ids), ""
+        for token_id in token_ids:
+            if self.stopped:
+                break
+            released += self.add(token_id)
+        return self.token_ids[before:], released
 
     def _release(self) -> str:
         keep = 0 if self.stopped else max((_overlap(self._held, string) for string in self._stop), default=0)

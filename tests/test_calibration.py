@@ -217,6 +217,9 @@ def test_readers_elsewhere_fetch_the_basis_once(tmp_path: Path, monkeypatch: pyt
     assert find_basis(basis.fingerprint) is None
     beside.unlink()
     assert torch.equal(lynxkv.load(url).layers[2].tensors["k"], first.layers[2].tensors["k"])
+    # This machine can read it, but a check is of what is stored.
+    with pytest.raises(CacheNotFoundError, match="basis"):
+        lynxkv.check(url)
     monkeypatch.setenv("LYNXKV_HOME", str(tmp_path / "another"))
     with pytest.raises(CacheNotFoundError, match="basis") as caught:
         lynxkv.load(url)

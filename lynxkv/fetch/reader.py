@@ -246,15 +246,16 @@ class CacheReader:
         raw = self._one(self.spans[-1], "logits")
         return None if raw is None else raw.view("<f4")
 
-    def bases(self) -> list[Basis | None]:
-        """The basis of each of `spans` that has one, from this user's own or those fetched before, or from beside it.
+    def bases(self, *, as_stored: bool = False) -> list[Basis | None]:
+        """The basis of each of `spans` that has one, from this user's own or those fetched before, or from beside it;
+        always the latter if `as_stored`.
 
         Raises:
             CacheNotFoundError: it is in neither place.
             FetchError: the store cannot deliver it.
             FormatError: it is damaged, or does not fit.
         """
-        return [span.basis() for span in self.spans]
+        return [span.basis(as_stored=as_stored) for span in self.spans]
 
     def prefix_sha256(self) -> U8 | None:
         """The digests [blocks, 32] of all blocks up to the end of the cache that was named, or None if it has none."""
@@ -421,7 +422,13 @@ async def open_cache_async(
         As `open_cache`.
     """
     work = asyncio.to_thread(open_cache, url, tokens=tokens, follow=follow, link=link, options=options)
-    opening = asyncio.ensure_future(work)
+    async with closing_after(asyncio.ensure_future(work)) as reader:
+        yield reader
+
+
+@asynccontextmanager
+async def closing_after(opening: asyncio.Future[CacheReader]) -> AsyncIterator[CacheReader]:
+    """The reader that a thread is opening; closed, with all its requests, when this is left, by cancelling too."""
     try:
         reader = await asyncio.shield(opening)
     except asyncio.CancelledError:

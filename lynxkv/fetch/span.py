@@ -246,11 +246,11 @@ class SpanReader:
         """What reads a shard."""
         return self._ranges if name == ANCHOR_NAME else self._residual_ranges
 
-    def basis(self) -> Basis | None:
-        """The basis whose components are coded, or None; raises as `CacheReader.bases`."""
+    def basis(self, *, as_stored: bool = False) -> Basis | None:
+        """The basis whose components are coded, or None; as `CacheReader.bases`."""
         ref = self.header.transform
         if ref is not None and self._basis is None:
-            basis = known_basis(ref)
+            basis = None if as_stored else known_basis(ref)
             if basis is None:
                 basis = self._fetch_basis(ref)
                 with suppress(InputError):  # it is here all the same

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from weakref import WeakValueDictionary
 
-from lynxkv.fetch import CacheReader, FetchOptions, open_cache
+from lynxkv.fetch import CacheReader, FetchOptions, closing_after, open_cache
 from lynxkv.store import Link
 
 AT_ONCE = 4
@@ -35,21 +35,9 @@ class Openings:
             self._pool, partial(open_cache, url, link=link, options=options)
         )
         opening.add_done_callback(lambda _: places.release())
-        try:
-            reader = await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            opening.add_done_callback(_close_opened)
-            raise
-        try:
+        async with closing_after(opening) as reader:
             yield reader
-        finally:
-            await asyncio.shield(asyncio.to_thread(reader.close))
 
     def close(self) -> None:
         """Open nothing more."""
         self._pool.shutdown(wait=False)
-
-
-def _close_opened(opening: asyncio.Future[CacheReader]) -> None:
-    if not opening.cancelled() and opening.exception() is None:
-        opening.result().close()
