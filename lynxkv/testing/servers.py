@@ -24,17 +24,18 @@ START_S = 20.0
 STOP_S = 3.0
 BUCKET = "caches"
 _KEY, _SECRET = "AKLYNXKV", "SK12345678"
-# Asks until it is answered, whatever the answer; in the server's own network.
+# Asks until the folder or bucket at argv[1] can be listed; in the server's own network. A server that answers need not
+# be ready: SeaweedFS makes its bucket only after that.
 _WAIT = """
-import sys, time, urllib.error, urllib.request
+import sys, time, fsspec
 until = time.monotonic() + float(sys.argv[2])
 while time.monotonic() < until:
     try:
-        urllib.request.urlopen(sys.argv[1], timeout=1).close()
+        folder, path = fsspec.core.url_to_fs(sys.argv[1], skip_instance_cache=True, use_listings_cache=False)
+        folder.ls(path)
         sys.exit(0)
-    except urllib.error.HTTPError:
-        sys.exit(0)
-    except OSError:
+    except Exception as problem:
+        print("not ready:", repr(problem), flush=True)
         time.sleep(0.05)
 sys.exit(1)
 """
@@ -83,15 +84,15 @@ def s3_server(folder: Path, *, host: str = "127.0.0.1", within: Sequence[str] = 
         "-s3.port.lance=0", f"-filer.localSocket={folder}/f.sock", f"-s3.localSocket={folder}/s.sock",
         f"-s3.config={folder}/s3.json", f"-bucket={BUCKET}",
     ]  # fmt: skip
-    endpoint = f"http://{host}:{base}"
     environment = {
         "AWS_ACCESS_KEY_ID": _KEY,
         "AWS_SECRET_ACCESS_KEY": _SECRET,
-        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ENDPOINT_URL": f"http://{host}:{base}",
         "AWS_DEFAULT_REGION": "us-east-1",
     }
-    with _running(command, endpoint, folder / "log", within, GOMEMLIMIT="256MiB", GOGC="50"):
-        yield Server(url=f"s3://{BUCKET}", folder=folder, environment=environment)
+    server = Server(url=f"s3://{BUCKET}", folder=folder, environment=environment)
+    with _running(command, server, folder / "log", within, GOMEMLIMIT="256MiB", GOGC="50"):
+        yield server
 
 
 @contextmanager
@@ -114,8 +115,9 @@ def http_server(folder: Path, *, host: str = "127.0.0.1", within: Sequence[str] 
     )
     command = [*within, _program("nginx"), "-c", f"{folder}/nginx.conf", "-p", str(folder)]
     url = f"http://{host}:{base}"
-    with _running(command, url, folder / "log", within):
-        yield Server(url=url, folder=folder / "www", url_without_ranges=f"http://{host}:{base + 1}")
+    server = Server(url=url, folder=folder / "www", url_without_ranges=f"http://{host}:{base + 1}")
+    with _running(command, server, folder / "log", within):
+        yield server
 
 
 def _program(name: str) -> str:
@@ -150,13 +152,19 @@ def _bound(ports: list[int]) -> Iterator[bool]:
 
 
 @contextmanager
-def _running(command: list[str], url: str, log: Path, within: Sequence[str], **environment: str) -> Iterator[None]:
+def _running(
+    command: list[str], server: Server, log: Path, within: Sequence[str], **environment: str
+) -> Iterator[None]:
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, **environment})
     try:
-        waiting = [*within, sys.executable, "-c", _WAIT, url, str(START_S)]
-        if subprocess.run(waiting, check=False).returncode or process.poll() is not None:
-            raise StoreError(f"{command[len(within)]} did not start: {log.read_text('utf-8', 'replace')[-400:]}")
+        waiting = [*within, sys.executable, "-c", _WAIT, server.url, str(START_S)]
+        waited = subprocess.run(
+            waiting, check=False, capture_output=True, env={**os.environ, **server.environment}, text=True
+        )
+        if waited.returncode or process.poll() is not None:
+            said = log.read_text("utf-8", "replace")[-400:] + waited.stdout[-400:]
+            raise StoreError(f"{command[len(within)]} did not start: {said}")
         yield
     finally:
         process.send_signal(signal.SIGTERM)
