@@ -94,7 +94,6 @@ def generate_batch(
         verify: "full", or "none" to decode on the Anchors alone.
 
     Raises:
-        UnsupportedModelError: the model has sliding-window layers.
         IdentityError, InputError, FetchError, FormatError: as for `generate`; no text is returned.
     """
     first, ended = sampling or Sampling(), dict[int, GenerateResult]()

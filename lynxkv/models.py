@@ -79,7 +79,7 @@ class BatchLiveCache(Protocol):
         """One row, to be decoded into."""
 
     def copy_stored(self, source: int, rows: Sequence[int], layer: int, tensor: TensorName, tokens: slice) -> None:
-        """Give stored positions of one row to others."""
+        """Give stored tokens of one row's layer to others."""
 
     def forget_stored(self, row: int, position: int) -> None:
         """Let a row's stored positions from `position` on not count."""
@@ -98,7 +98,7 @@ class RowDestination(Protocol):
     """Where one row's stored positions are decoded to."""
 
     def target(self, layer: int, tensor: TensorName) -> Tensor:
-        """A view [H, T, D]."""
+        """The view [H, stop - start, D] of what the row stores of a layer."""
         ...
 
 

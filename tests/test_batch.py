@@ -13,24 +13,30 @@ import torch
 from lynxkv.batch import BatchResult, generate_batch
 from lynxkv.codecs.uniform import Uniform
 from lynxkv.encoder import encode
-from lynxkv.errors import IdentityError, InputError, UnsupportedModelError
+from lynxkv.errors import IdentityError, InputError
 from lynxkv.fetch import open_cache
 from lynxkv.integrations.hf import Model
 from lynxkv.models import prefill
 from lynxkv.runner import generate
 from lynxkv.sampling import Sampling
 from lynxkv.testing.readers import ScriptedReader
-from lynxkv.testing.tiny_models import tiny_model
+from lynxkv.testing.tiny_models import FAMILIES, WINDOW_TOKENS, tiny_model
 
 COARSE = Uniform(key_step=0.7, value_step=0.9, radix=32)
 NEW_TOKENS = 14
 SUFFIXES = [[5, 6], [7], [8, 9, 10, 11, 12], [13]]
-FULL_ATTENTION = {"llama": {}, "qwen2": {"use_sliding_window": False}, "qwen3": {}, "phi": {}, "phi3": {}}
+SLIDING = ("mistral", "gemma2", "gemma3", "qwen2-sliding")
 
 
-@pytest.fixture(params=FULL_ATTENTION)
+@pytest.fixture(params=FAMILIES)
 def model(request: pytest.FixtureRequest) -> Model:
-    return tiny_model(request.param, **FULL_ATTENTION[request.param])
+    return tiny_model(request.param)
+
+
+@pytest.fixture(params=["llama", *SLIDING])
+def windowed(request: pytest.FixtureRequest) -> Model:
+    """One without windows beside those that have them."""
+    return tiny_model(request.param)
 
 
 @pytest.fixture
@@ -76,8 +82,9 @@ def test_several_prompts_over_several_caches(model: Model, tmp_path: Path, specu
         assert any(text.drafted for text in got.texts)
 
 
-def test_rows_accept_prefixes_of_their_own(llama: Model, tmp_path: Path) -> None:
-    endless = dataclasses.replace(llama, eos_token_ids=frozenset())
+def test_rows_accept_prefixes_of_their_own(windowed: Model, tmp_path: Path) -> None:
+    """Rows drift apart: with windows, each sees other slots than its neighbours."""
+    endless = dataclasses.replace(windowed, eos_token_ids=frozenset())
     (url,) = make_caches(endless, tmp_path, [30], Uniform(key_step=1.0, value_step=1.0, radix=32))
     suffixes = [[first] for first in range(3, 27)]
     got = together(endless, [url] * len(suffixes), suffixes, speculate=6)
@@ -85,6 +92,31 @@ def test_rows_accept_prefixes_of_their_own(llama: Model, tmp_path: Path) -> None
     assert {text.drafted for text in got.texts} == {6}
     accepted = [text.accepted for text in got.texts]
     assert len(set(accepted)) > 2, accepted
+
+
+def test_rows_shorter_and_longer_than_a_window(windowed: Model, tmp_path: Path) -> None:
+    endless = dataclasses.replace(windowed, eos_token_ids=frozenset())
+    urls = make_caches(endless, tmp_path, [3, WINDOW_TOKENS, WINDOW_TOKENS + 1, 60])
+    suffixes = [list(range(5, 5 + 2 * WINDOW_TOKENS)), [], [7], []]
+    got = together(endless, urls, suffixes, arrivals=[1] * 20, speculate=2 * WINDOW_TOKENS)
+    assert [text.token_ids for text in got.texts] == [
+        alone(endless, url, suffix) for url, suffix in zip(urls, suffixes, strict=True)
+    ]
+
+
+def test_sliding_layers_keep_and_read_their_windows_alone(tmp_path: Path) -> None:
+    gemma = tiny_model("gemma2")
+    urls = make_caches(gemma, tmp_path, [60, 40])
+    with ExitStack() as stack:
+        stored = [stack.enter_context(open_cache(url)).extent.layers for url in urls]
+    cache = gemma.new_batch_cache(stored, 10)
+    sliding, full, _ = cache.layers
+    assert (sliding.keys.shape[2], full.keys.shape[2]) == (WINDOW_TOKENS + 10, 70)
+    _, masks = cache.step_inputs(torch.ones(2, 3, dtype=torch.bool))
+    assert isinstance(masks, dict)
+    for layer, kind, slots in ((sliding, "sliding_attention", WINDOW_TOKENS - 1 + 3), (full, "full_attention", 63)):
+        keys, values = layer.update(*torch.ones(2, 2, 2, 3, 8))
+        assert keys.shape[2] == values.shape[2] == masks[kind].shape[3] == slots
 
 
 def test_a_shared_cache_is_fetched_once(llama: Model, tmp_path: Path) -> None:
@@ -104,6 +136,18 @@ def test_precisions_and_caches_without_residual(llama: Model, tmp_path: Path, co
         alone(llama, url, suffix, verify=verify) for url, suffix in zip(urls, SUFFIXES, strict=False)
     ]
     assert got.precision == ("anchor" if verify == "none" and codec is COARSE else "full")
+
+
+def test_what_a_window_needs_is_stored(tmp_path: Path) -> None:
+    """A sliding layer may hold just what the next token sees; the last cached one, run again, would see one more."""
+    mistral = tiny_model("mistral")
+    (url,) = make_caches(mistral, tmp_path, [30])
+    with open_cache(url) as reader:
+        layers = [dataclasses.replace(layer, start=layer.start + 1) for layer in reader.extent.layers]
+    cache = mistral.new_batch_cache([layers, reader.extent.layers], 4)
+    cache.forget_stored(1, 29)
+    with pytest.raises(InputError, match=r"positions \[23, 30\) and cannot go back to 29"):
+        cache.forget_stored(0, 29)
 
 
 def test_an_empty_suffix_runs_the_last_cached_token_again(llama: Model, tmp_path: Path) -> None:
@@ -147,7 +191,3 @@ def test_what_cannot_be_batched_is_refused(llama: Model, tmp_path: Path) -> None
             generate_batch([(reader, [5])], tiny_model("llama", seed=1))
         with pytest.raises(InputError, match="vocabulary"):
             generate_batch([(reader, [500])], llama)
-    gemma = tiny_model("gemma2")
-    (url,) = make_caches(gemma, tmp_path / "gemma", [9])
-    with open_cache(url) as reader, pytest.raises(UnsupportedModelError, match="sliding"):
-        generate_batch([(reader, [5])], gemma)

@@ -62,7 +62,6 @@ def bench_batch(
 
     Raises:
         InputError: the document is too short.
-        UnsupportedModelError: the model has sliding-window layers.
     """
     endless = replace(model, eos_token_ids=frozenset())
     ids = open_turn(endless.tokenizer, plan.document.text)

@@ -68,7 +68,6 @@ class CachedRun(Run):
         is_here: whether nothing has to be fetched from a store that may let one wait.
         on_loaded: called on the event loop, once all is loaded, if it was this request's reader that loaded it.
         pace: what earlier runs have taught, of so many requests together and of caches like this.
-        batches: whether the model can decode several prompts together.
     """
 
     name: str
@@ -78,13 +77,10 @@ class CachedRun(Run):
     is_here: Callable[[], bool]
     on_loaded: Callable[[], None]
     pace: Callable[[int], Pace]
-    batches: bool
 
     @property
     def together(self) -> Hashable | None:
         """Requests over one cache, and over all that are here already: none of those waits for the cache of another."""
-        if not self.batches:
-            return None
         return ("here", self.model.identity.salt_sha256) if self.is_here() else self.url
 
     @property

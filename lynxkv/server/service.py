@@ -84,7 +84,6 @@ class Service:
         self._refreshing: asyncio.Task[None] | None = None
         # What drafts have taught, by codec and by requests that go together.
         self._paces: defaultdict[tuple[str, int], Pace] = defaultdict(Pace)
-        self._batches = all(shape.window is None for shape in model.layer_specs())
         self._watch()
 
     @property
@@ -223,7 +222,6 @@ class Service:
                     is_here=reading.is_here,
                     on_loaded=reading.keep,
                     pace=lambda together: self._paces[codec, together],
-                    batches=self._batches,
                 )
                 try:
                     return await self._run(caller, run)

@@ -199,7 +199,7 @@ def test_a_prompt_that_does_not_fit_fails_alone(model: Model, root: Path, gate: 
         assert answers[0][2]["choices"] == alone(server, bodies[0])
 
 
-def test_models_that_do_not_batch(tmp_path: Path, gate: Gate) -> None:
+def test_models_with_sliding_windows(tmp_path: Path, gate: Gate) -> None:
     gemma = tiny_model("gemma2")
     gate.opened.set()
     publish(gemma, str(tmp_path / "a.lynx"), some_ids(30))
@@ -209,7 +209,9 @@ def test_models_that_do_not_batch(tmp_path: Path, gate: Gate) -> None:
         bodies = [over("a.lynx", [number], model=server.service.model_name) for number in (5, 6)]
         with all_wait(server, gate, bodies) as asked:
             pass
-        assert [future.result()[2]["lynx"]["together"] for future in asked] == [1, 1]
+        answers = [future.result()[2] for future in asked]
+        assert [answer["lynx"]["together"] for answer in answers] == [2, 2]
+        assert [answer["choices"] for answer in answers] == [alone(server, body) for body in bodies]
 
 
 @pytest.mark.parametrize("answered", [0, 1])

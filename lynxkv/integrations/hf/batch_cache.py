@@ -1,8 +1,9 @@
 """A transformers `Cache` for several sequences of their own lengths, decoded together.
 
-All rows write a step's keys and values to the same slots, so nothing is ever moved or concatenated. Rows differ in
-which slots count: stored positions they have, tokens that were padding, draft tokens that did not pass. Positions are
-counted per row, by the slots that count.
+All rows write a step's keys and values to the same slots, so nothing is ever moved or concatenated. Stored positions of
+all rows end at the same slot, so that the windows of sliding layers lie side by side and no slot is kept that none of
+them reaches. Rows differ in which slots count: stored positions they have, tokens that were padding, draft tokens that
+did not pass. Positions are counted per row, by the slots that count, and so are windows.
 """
 
 from __future__ import annotations
@@ -15,23 +16,40 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from lynxkv.errors import InputError, UnsupportedModelError
+from lynxkv.errors import InputError
 from lynxkv.integrations.hf.cache import check_layers
 from lynxkv.layout import LayerSpec, TensorName
 from lynxkv.models import LayerShape
 
+Masks = Tensor | dict[str, Tensor]
+"""An additive attention mask [B, 1, Q, slots]; of each kind of layer, as transformers names them, if there are two."""
+
 
 class BatchLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """K and V of all rows in buffers [B, H, slots, D], of which the first `length` are written."""
+    """K and V of all rows: slots [first, slots) in buffers [B, H, slots - first, D], written up to `length`.
+
+    `seen` is the first slot that the next step looks at.
+    """
 
     def __init__(
-        self, shape: LayerShape, rows: int, stored: int, slots: int, dtype: torch.dtype, device: torch.device
+        self,
+        shape: LayerShape,
+        rows: int,
+        *,
+        first: int,
+        stored: int,
+        slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.window = shape.window
+        self.is_sliding = shape.window is not None
+        self.first = self.seen = first
         self.length = stored
         # Zeros: what does not count has no weight, and no weight times not-a-number would still be not a number.
         self.buffers: dict[TensorName, Tensor] = {
-            name: torch.zeros(rows, heads, slots, dim, dtype=dtype, device=device)
+            name: torch.zeros(rows, heads, slots - first, dim, dtype=dtype, device=device)
             for name, (heads, dim) in shape.tensors.items()
         }
         self.keys: Tensor = self.buffers["k"]
@@ -41,7 +59,8 @@ class BatchLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def drop_row(self, row: int) -> None:
         """Forget a row; the last one takes its place."""
         for name, buffer in self.buffers.items():
-            buffer[row, :, : self.length] = buffer[-1, :, : self.length]
+            written = slice(self.length - self.first)
+            buffer[row, :, written] = buffer[-1, :, written]
             self.buffers[name] = buffer[:-1]
         self.keys, self.values = self.buffers["k"], self.buffers["v"]
 
@@ -49,24 +68,25 @@ class BatchLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Nothing to do: buffers exist from the start."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write [B, H, Q, D] to the next slots and return all that are written, as views."""
-        stop = self.length + key_states.shape[-2]
-        self.keys[:, :, self.length : stop].copy_(key_states)
-        self.values[:, :, self.length : stop].copy_(value_states)
-        self.length = stop
-        return self.keys[:, :, :stop], self.values[:, :, :stop]
+        """Write [B, H, Q, D] to the next slots and return those written from `seen` on, as views."""
+        start, stop = self.length - self.first, self.length - self.first + key_states.shape[-2]
+        self.keys[:, :, start:stop].copy_(key_states)
+        self.values[:, :, start:stop].copy_(value_states)
+        self.length += key_states.shape[-2]
+        seen = slice(self.seen - self.first, stop)
+        return self.keys[:, :, seen], self.values[:, :, seen]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(slots returned by the next `update`, the first of them)."""
-        return self.length + query_length, 0
+        return self.length + query_length - self.seen, self.seen
 
     def get_seq_length(self) -> int:
-        """Slots written."""
+        """Slots written, those not kept included."""
         return self.length
 
     def get_max_length(self) -> int:
         """Slots in all."""
-        return int(self.keys.shape[2])
+        return self.first + int(self.keys.shape[2])
 
 
 class BatchCache(Cache):
@@ -79,30 +99,36 @@ class BatchCache(Cache):
         """Buffers for rows that store what `stored` says of their layers, and `new_slots` more tokens each.
 
         Raises:
-            UnsupportedModelError: the model has sliding-window layers.
             IdentityError: layers are not those of the model.
         """
         shapes = model.layer_specs()
-        if any(shape.window is not None for shape in shapes):
-            raise UnsupportedModelError(
-                "batches do not go with sliding-window layers yet", hint="decode one prompt at a time"
-            )
         for layers in stored:
             check_layers(layers, shapes)
         longest = max(layers[0].stop for layers in stored)
         built: list[Any] = [
-            BatchLayer(shape, len(stored), longest, longest + new_slots, model.hf.dtype, model.hf.device)
-            for shape in shapes
+            BatchLayer(
+                shape,
+                len(stored),
+                first=longest - max(layers[number].tokens for layers in stored),
+                stored=longest,
+                slots=longest + new_slots,
+                dtype=model.hf.dtype,
+                device=model.hf.device,
+            )
+            for number, shape in enumerate(shapes)
         ]
         cache = cls(layers=built)
         cache.stored = longest
+        cache.rows = list(stored)
         cache.counts = torch.zeros(len(stored), longest + new_slots, dtype=torch.bool, device=model.hf.device)
         for row, layers in enumerate(stored):
-            cache.counts[row, : layers[0].stop] = True
+            cache.counts[row, longest - layers[0].stop : longest] = True
         return cache
 
     stored: int
-    """Slots for stored positions: as many as the longest row has."""
+    """Slots for stored positions, as many as the longest row has: those of each row are the last."""
+    rows: list[Sequence[LayerSpec]]
+    """What each row stores."""
     counts: Tensor
     """bool [B, slots]: whether a slot holds a token of the row's sequence."""
 
@@ -121,14 +147,24 @@ class BatchCache(Cache):
         return BatchRow(self, number)
 
     def copy_stored(self, source: int, rows: Sequence[int], layer: int, tensor: TensorName, tokens: slice) -> None:
-        """Give stored positions of one row to others that share its cache."""
-        buffer = self.layers[layer].buffers[tensor]
+        """Give stored tokens of one row's layer to others that share its cache."""
+        given = self.row(source).target(layer, tensor)[:, tokens]
         for row in rows:
-            buffer[row, :, tokens] = buffer[source, :, tokens]
+            self.row(row).target(layer, tensor)[:, tokens] = given
 
     def forget_stored(self, row: int, position: int) -> None:
-        """Let a row's stored positions from `position` on not count: the model will run them again."""
-        self.counts[row, position : self.stored] = False
+        """Let a row's stored positions from `position` on not count: the model will run them again.
+
+        Raises:
+            InputError: a sliding layer does not hold what the one at `position` sees.
+        """
+        for spec in self.rows[row]:
+            if spec.window is not None and spec.start > max(0, position - spec.window + 1):
+                raise InputError(
+                    f"the cache holds positions [{spec.start}, {spec.stop}) and cannot go back to {position}",
+                    hint="give a suffix",
+                )
+        self.counts[row, self.stored - self.rows[row][0].stop + position : self.stored] = False
 
     def forget_last(self, row: int, tokens: int) -> None:
         """Let a row's last `tokens` tokens not count: they did not pass."""
@@ -138,6 +174,8 @@ class BatchCache(Cache):
         """Forget a row; the last one takes its place."""
         for layer in self.layers:
             layer.drop_row(row)
+        self.rows[row] = self.rows[-1]
+        self.rows.pop()
         self.counts[row] = self.counts[-1]
         self.counts = self.counts[:-1]
 
@@ -153,9 +191,9 @@ class BatchCache(Cache):
         for layer in self.layers:
             layer.length = slots
 
-    def step_inputs(self, present: Tensor) -> tuple[Tensor, Tensor]:
-        """For a step on tokens of which `present` [B, Q] are not padding: their positions [B, Q], and the additive
-        attention mask [B, 1, Q, slots]. From then on they count.
+    def step_inputs(self, present: Tensor) -> tuple[Tensor, Masks]:
+        """For a step on tokens of which `present` [B, Q] are not padding: their positions [B, Q], and the masks of what
+        `update` returns. From then on they count.
 
         Raises:
             InputError: there is no room for them.
@@ -165,14 +203,28 @@ class BatchCache(Cache):
         if stop > self.counts.shape[1]:
             raise InputError(f"the cache has room for {self.counts.shape[1] - before} more tokens, not {queries}")
         self.counts[:, before:stop] = present
-        positions = (self.counts[:, :stop].cumsum(1) - 1)[:, before:].clamp(min=0)
+        position = self.counts[:, :stop].cumsum(1) - 1
         slot = torch.arange(stop, device=present.device)
-        visible = self.counts[:, None, :stop] & (slot <= slot[before:, None])
-        # Padding sees itself, so that its softmax is one of something.
-        visible |= slot == slot[before:, None]
+        own = slot[before:, None]
+        # Padding sees itself alone, so that its softmax is one of something.
+        visible = self.counts[:, None, :stop] & (slot <= own) & present[:, :, None] | (slot == own)
+        masks: dict[str, Tensor] = {}
+        for window in {layer.window for layer in self.layers}:
+            if window is None:
+                masks["full_attention"] = self._mask(visible)
+                continue
+            near = visible & (position[:, None] > position[:, before:, None] - window)
+            seen = int(near.any(1).any(0).int().argmax())
+            masks["sliding_attention"] = self._mask(near[:, :, seen:])
+            for layer in self.layers:
+                layer.seen = layer.seen if layer.window is None else seen
+        return position[:, before:].clamp(min=0), masks if len(masks) > 1 else masks.popitem()[1]
+
+    def _mask(self, visible: Tensor) -> Tensor:
+        """The additive mask [B, 1, Q, slots] of what is `visible` [B, Q, slots]."""
         dtype = self.layers[0].keys.dtype
-        mask = torch.zeros(visible.shape, dtype=dtype, device=present.device)
-        return positions, mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
+        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+        return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
 
 
 class BatchRow:
@@ -182,6 +234,8 @@ class BatchRow:
         self._cache, self._number = cache, number
 
     def target(self, layer: int, tensor: TensorName) -> Tensor:
-        """The view [H, tokens, D] of the stored positions; longer than those of a shorter row."""
+        """The view [H, stop - start, D] of the stored positions that the row's layer holds."""
         place = self._cache.layers[layer]
-        return place.buffers[tensor][self._number, :, : self._cache.stored]
+        stop = self._cache.stored - place.first
+        tokens = self._cache.rows[self._number][layer].tokens
+        return place.buffers[tensor][self._number, :, stop - tokens : stop]

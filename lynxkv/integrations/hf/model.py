@@ -141,11 +141,11 @@ class Model:
         longest = max(map(len, token_ids))
         ids = torch.tensor([[0] * (longest - len(row)) + list(row) for row in token_ids], device=self.hf.device)
         present = torch.tensor([[False] * (longest - len(row)) + [True] * len(row) for row in token_ids])
-        positions, mask = cache.step_inputs(present.to(self.hf.device))
+        positions, masks = cache.step_inputs(present.to(self.hf.device))
         output = self.hf(
             ids,
             position_ids=positions,
-            attention_mask=mask,
+            attention_mask=masks,
             use_cache=True,
             logits_to_keep=rows,
             **{self.cache_argument: cache},
