@@ -20,8 +20,9 @@ from torch import Tensor
 
 from lynxkv.errors import InputError
 from lynxkv.kernels.paged import Out, Paged
+from lynxkv.kernels.products import exact_product
 from lynxkv.kernels.tables import ChannelStatistics, EntropyTables, FixedTables, Rope, Tables, Transform, tables_at
-from lynxkv.kernels.transform import exact_product, index_tables, spec_of_components, to_components
+from lynxkv.kernels.transform import index_tables, spec_of_components, to_components
 from lynxkv.layout import Coding, TensorSpec
 
 U8 = npt.NDArray[np.uint8]
@@ -94,7 +95,7 @@ def dequantize(
     inner = spec_of_components(transform, spec)
     own.dequantize(anchor, residual, coding, index_tables(tables), inner, "fp32", index)
     step = float(tables.step if residual is None else tables.half_step)
-    own.place_components(exact_product(index, transform), tables, transform, spec, step, dtype, out)
+    own.place_components(exact_product(index, transform.basis), tables, transform, spec, step, dtype, out)
 
 
 def channel_statistics(x: Tensor) -> ChannelStatistics:

@@ -1,8 +1,7 @@
 """Components instead of channels (SPEC 8.8), in plain torch on any device, around the kernels of every backend.
 
-Indices are whole numbers and so are the rows of a basis: their product is exact in whatever order it is summed, as long
-as the floats that carry it hold it. So every machine gets the same bits from the matrix product it is best at. What
-follows, the step, the mean and the turn by position, rounds every operation apart.
+What follows the exact product with the rows of a basis (`products.py`), the step, the mean and the turn by position,
+rounds every operation apart.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from torch import Tensor
 
 from lynxkv.kernels.tables import EntropyTables, Rope, Transform
 from lynxkv.layout import TensorSpec
-
-_EXACT_IN_F32 = 2**24
 
 
 def turned_back(x: Tensor, rope: Rope | None) -> Tensor:
@@ -71,19 +68,6 @@ def values_of(sums: Tensor, tables: EntropyTables, transform: Transform, spec: T
     first, second = value[..., :pairs], value[..., pairs : 2 * pairs]
     turned = (first * cos - second * sin, second * cos + first * sin)
     return torch.cat((*turned, value[..., 2 * pairs :]), -1)
-
-
-def exact_product(index: Tensor, transform: Transform) -> Tensor:
-    """index [blocks, T, n] times the basis' rows, rounded once to f32.
-
-    In f32 where no partial sum can exceed 2^24 and products are not shortened, else in f64, which holds all that the
-    SPEC allows (|j| < 2^24, |row| <= 2^7, n <= 2^16).
-    """
-    whole = index.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
-    if whole and index.numel() and float(index.abs().amax()) * transform.basis.weight < _EXACT_IN_F32:
-        return torch.bmm(index, torch.from_numpy(transform.rows.astype(np.float32)))
-    rows = torch.from_numpy(transform.rows.astype(np.float64)).to(index.device)
-    return torch.bmm(index.to(torch.float64), rows).to(torch.float32)
 
 
 def _angles(rope: Rope, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:

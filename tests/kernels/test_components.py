@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -13,9 +16,10 @@ from lynxkv import InputError
 from lynxkv.codecs import get_codec
 from lynxkv.codecs.base import Place
 from lynxkv.format.basis import RopeTables, TensorBasis
-from lynxkv.kernels import EntropyTables, Paged, Rope, Transform, dequantize, quantize, reference, tables_at
+from lynxkv.kernels import EntropyTables, Paged, Rope, Transform, dequantize, products, quantize, reference, tables_at
+from lynxkv.kernels.products import exact_product
 from lynxkv.kernels.rounding import TORCH_DTYPES
-from lynxkv.kernels.transform import components, exact_product, turned_back, values_of
+from lynxkv.kernels.transform import components, turned_back, values_of
 from lynxkv.layout import EntropyCoding, TensorSpec
 
 SHAPES = [(3, 300, 64, 1), (2, 70, 80, 2), (4, 37, 6, 1), (1, 129, 96, 1), (4, 33, 16, 2), (2, 1, 12, 1)]
@@ -131,14 +135,38 @@ def test_a_turn_is_undone(pairs: int) -> None:
     assert torch.allclose(values_of(product, tables, own, spec, 1.0), x, atol=1e-4)
 
 
-def test_products_are_exact_however_they_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = transform(4, 64, 1)
+@pytest.mark.parametrize("in_bytes", [True, False])
+@pytest.mark.parametrize("most", [0, 100, 127, 128, 16_319, 16_320, 2**23])
+@pytest.mark.parametrize(("heads", "dim", "blocks"), [(4, 64, 1), (3, 5, 1), (6, 16, 3)])
+def test_products_are_exact_however_they_are_summed(
+    heads: int, dim: int, blocks: int, most: int, in_bytes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not in_bytes:
+        monkeypatch.setattr(products, "_bytes_are_exact", lambda size: False)
+    basis = transform(heads, dim, blocks).basis
     generator = torch.Generator().manual_seed(1)
-    for most, precision in ((100, "highest"), (2**23, "highest"), (100, "medium")):
+    size = heads * dim // blocks
+    index = torch.randint(-most, most + 1, (blocks, 33, size), generator=generator).to(torch.float32)
+    index[:, 0], index[:, 1] = most, -most
+    want = torch.from_numpy(index.numpy().astype(np.int64) @ basis.rows.astype(np.int64)).to(torch.float32)
+    for precision in ("highest", "medium"):
         monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda precision=precision: precision)
-        index = torch.randint(-most, most + 1, (1, 33, 256), generator=generator).to(torch.float32)
-        want = torch.from_numpy(index.numpy().astype(np.int64) @ own.rows.astype(np.int64)).to(torch.float32)
-        assert torch.equal(exact_product(index, own), want)
+        assert torch.equal(exact_product(index, basis), want)
+
+
+def test_bytes_that_clip_are_noticed() -> None:
+    """Told to do without the instructions for bytes, oneDNN adds pairs in 16 bits and clips them."""
+    program = """
+import torch, lynxkv.kernels.products as products
+x = torch.full((64, 192), 127, dtype=torch.int8)
+clips = int(torch._int_mm(x, torch.full((192, 192), 127, dtype=torch.int8))[0, 0]) != 127 * 127 * 192
+assert products._bytes_are_exact(192) is not clips
+"""
+    for allowed in ("AVX2", "DEFAULT"):
+        run = subprocess.run(
+            [sys.executable, "-c", program], env={**os.environ, "ONEDNN_MAX_CPU_ISA": allowed}, check=False
+        )
+        assert run.returncode == 0
 
 
 def test_segments_start_where_they_are() -> None:
