@@ -33,8 +33,30 @@ class Trace:
         if isinstance(event, Span):
             self.spans.append(event)
 
+    @property
+    def bookkeeping(self) -> float | None:
+        """Share of the time between a draft's first and last model step that went into neither steps nor refining:
+        drawing, weighing, telling. None where no draft had two steps."""
+        steps_s = outside_s = refined_s = 0.0
+        last_s: float | None = None
+        for span in self.spans:
+            seconds = span.stop_s - span.start_s
+            if span.track in ("verify", "plain"):
+                last_s = None
+            elif span.track == "refine":
+                refined_s += seconds
+            elif span.track == "draft":
+                if last_s is not None:
+                    outside_s += span.start_s - last_s - refined_s
+                    steps_s += seconds
+                last_s, refined_s = span.stop_s, 0.0
+        return outside_s / (outside_s + steps_s) if steps_s else None
+
     def as_json(self, result: GenerateResult) -> dict[str, Any]:
-        """Chrome trace events (chrome://tracing, Perfetto): a track a kind of work, instants for the first tokens."""
+        """Chrome trace events (chrome://tracing, Perfetto): a track a kind of work, instants for the first tokens.
+
+        `otherData` has `bookkeeping`, if there was a draft.
+        """
         names = [
             {"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": LABELS[track]}}
             for number, track in enumerate(TRACKS)
@@ -56,7 +78,8 @@ class Trace:
             {"ph": "i", "s": "g", "name": name, "pid": 1, "tid": 0, "ts": seconds * 1e6}
             for name, seconds in _first_tokens(result)
         ]
-        return {"traceEvents": names + order + spans + instants, "displayTimeUnit": "ms"}
+        about = {} if self.bookkeeping is None else {"bookkeeping": self.bookkeeping}
+        return {"traceEvents": names + order + spans + instants, "displayTimeUnit": "ms", "otherData": about}
 
     def write(self, path: Path, result: GenerateResult) -> None:
         """Write `as_json` to `path`.

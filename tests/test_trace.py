@@ -10,7 +10,7 @@ import pytest
 from lynxkv.codecs.uniform import Uniform
 from lynxkv.encoder import encode
 from lynxkv.errors import InputError
-from lynxkv.events import GenerateResult
+from lynxkv.events import GenerateResult, Span, Track
 from lynxkv.models import prefill
 from lynxkv.plotting import check_writable
 from lynxkv.runner import generate
@@ -37,9 +37,31 @@ def test_spans_add_up_to_what_the_run_did(run: tuple[Trace, GenerateResult, int]
         assert 0 <= span.start_s <= span.stop_s <= result.total_s
         amounts.setdefault(span.track, []).append(span.amount)
     assert amounts["fetch"] == [result.bytes_anchor, bytes_residual]
+    assert trace.bookkeeping is not None
+    assert 0 < trace.bookkeeping < 1
     assert sum(amounts["draft"]) == 2 + result.drafted - 1
     assert amounts["verify"] == [2 + result.drafted]
     assert amounts.get("plain", []) == [1] * (len(result.token_ids) - result.accepted - 1)
+
+
+def test_bookkeeping_is_what_goes_into_neither_steps_nor_refining() -> None:
+    trace = Trace()
+    assert trace.bookkeeping is None
+    spans: list[tuple[Track, float, float]] = [
+        ("fetch", 0.0, 9.0),
+        ("refine", 0.0, 1.0),  # before the draft
+        ("draft", 1.0, 2.0),
+        ("refine", 2.25, 2.75),
+        ("draft", 3.0, 4.5),  # half a second beside a step of one and a half
+        ("draft", 5.0, 6.5),  # and again
+        ("verify", 7.5, 8.0),
+        ("draft", 8.25, 8.5),  # a second stage
+        ("draft", 8.5, 9.5),  # nothing beside a step of one
+        ("plain", 9.75, 9.875),
+    ]
+    for track, start_s, stop_s in spans:
+        trace.on_event(Span(track, start_s, stop_s, 1))
+    assert trace.bookkeeping == 1 / (1 + 4)
 
 
 def test_a_chrome_trace_has_a_named_track_for_every_span(
@@ -47,7 +69,9 @@ def test_a_chrome_trace_has_a_named_track_for_every_span(
 ) -> None:
     trace, result, _ = run
     trace.write(tmp_path / "out.json", result)
-    events = json.loads((tmp_path / "out.json").read_text("utf-8"))["traceEvents"]
+    written = json.loads((tmp_path / "out.json").read_text("utf-8"))
+    assert written["otherData"] == {"bookkeeping": trace.bookkeeping}
+    events = written["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     spans = [event for event in events if event["ph"] == "X"]
     assert len(spans) == len(trace.spans)

@@ -11,7 +11,7 @@ import typer
 
 from lynxkv_cli._errors import UsageProblem
 from lynxkv_cli._options import Json, Quiet, parse_link, read_text
-from lynxkv_cli._output import Output, size
+from lynxkv_cli._output import Output, progress_or_lines, size
 from lynxkv_cli._tables import table
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ int8@whole waits for all of the cache, int8@layers runs steps behind the layers 
 prompt again. default@draft drafts k tokens, default@held the same without refining meanwhile. The baselines of
 bench codec, as kivi:bits=4@whole, are fetched whole. All answer the same questions in turns, over the same
 simulated link, through the same loader. The limits are bytes over the link's rate, two round trips and one model
-step. Take a machine that does nothing else.
+step. Bookkeeping is the share of drafting that goes into neither model steps nor refining. Take a machine that
+does nothing else.
 """
 
 
@@ -60,6 +61,9 @@ def decode(
     quick: Annotated[
         bool, typer.Option("--quick", help="One link, five systems, four repeats: about five minutes.")
     ] = False,
+    state: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Keep what is finished here, and go on from it.")
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -89,7 +93,13 @@ def decode(
     output.note(f"loading {model}")
     loaded = lynxkv.load_model(model, report=output.note)
     with output.progress() as bars:
-        bench = bench_decode(loaded, chosen, DecodePlan(document=measured, **changes), progress=bars)
+        bench = bench_decode(
+            loaded,
+            chosen,
+            DecodePlan(document=measured, **changes),
+            state=state,
+            progress=progress_or_lines(output, bars, "decode", "answers"),
+        )
     speedups = bench.speedups(compared)
     output.result(
         {
@@ -142,6 +152,7 @@ COLUMNS: dict[str, Any] = {
     "limit ": lambda row: _seconds(row.limit_first_verified_s),
     "drafted": lambda row: f"{row.drafted:.1f}",
     "accepted": lambda row: f"{row.accepted:.1f}",
+    "book-\nkeeping": lambda row: "" if row.bookkeeping is None else f"{row.bookkeeping:.1%}",
     "text": lambda row: "equal" if row.text_equal else "DIFFERS",
     "peak": lambda row: size(row.peak_bytes),
 }

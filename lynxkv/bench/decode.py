@@ -6,6 +6,8 @@ clock starts when a cache is opened. Texts are greedy and go on past an end of t
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,9 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any
 
+from lynxkv._version import __version__
 from lynxkv.bench.codec import Progress
 from lynxkv.bench.documents import Document
+from lynxkv.bench.state import StateFile
 from lynxkv.bench.systems import BaselineSystem, CacheSystem, System, Timing, parse_systems
 from lynxkv.errors import InputError
 from lynxkv.integrations.hf import LynxCache, Model
@@ -71,6 +76,7 @@ class DecodeRow:
         limit_first_draft_s: bytes before the first token over the link's rate, two round trips, a step on the suffix.
         limit_first_verified_s: all bytes over the rate, two round trips, a step on the suffix.
         text_equal: every text was that of plain decoding from the same cache.
+        bookkeeping: share of a draft step outside of model and refining, as `lynxkv.trace` counts it.
     """
 
     system: str
@@ -90,6 +96,7 @@ class DecodeRow:
     limit_first_draft_s: float
     limit_first_verified_s: float
     peak_bytes: int
+    bookkeeping: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,46 +140,111 @@ class DecodeBench:
         return out
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Answer:
+    """One answer, as a state file keeps it, with what its limits are made of: bytes as `System.sizes`, a step on a
+    question."""
+
+    timing: Timing
+    sizes: tuple[int, int]
+    step_s: float
+
+
 def bench_decode(
     model: Model,
     systems: Sequence[str],
     plan: DecodePlan,
     *,
+    state: Path | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> DecodeBench:
     """Measure `systems` as `plan` says: they take turns within each repeat.
 
+    Args:
+        state: a file of finished answers; those in it are not measured again.
+        progress: called with the name of the work, how much is done and how much there is.
+
     Raises:
-        InputError: a system or link cannot be read, or the document is too short.
+        InputError: a system or link cannot be read, the document is too short, or `state` is no such file.
     """
     endless = replace(model, eos_token_ids=frozenset())
     for link in plan.links:
         Link.parse(link)
     parse_systems(systems, endless)
-    questions = [suffix(model.tokenizer, question) for question in QUESTIONS]
-    timings: dict[tuple[str, int, str], tuple[Timing, ...]] = {}
-    rows: list[DecodeRow] = []
-    done, total = 0, len(plan.tokens) * len(plan.links) * plan.repeats * len(systems)
+    kept = StateFile(state, _read)
+    keys = {
+        (tokens, link, repeat, label): _key(model, plan, tokens, link, repeat, label)
+        for tokens in plan.tokens
+        for link in plan.links
+        for repeat in range(plan.repeats)
+        for label in systems
+    }
+    missing = [item for item, key in keys.items() if kept.get(key) is None]
+    done = len(keys) - len(missing)
     for tokens in plan.tokens:
-        with _published(endless, parse_systems(systems, endless), plan.document, tokens, progress) as (ready, step_s):
-            for link in plan.links:
-                measured: dict[str, list[Timing]] = {system.label: [] for system in ready}
-                for repeat in range(plan.repeats):
-                    question = questions[repeat % len(questions)]
-                    for system in ready:
-                        progress("decode", done, total)
-                        # A text is checked once: it does not depend on the link.
-                        check = link == plan.links[0] and repeat < len(questions)
-                        timing = system.answer(question, plan.kth, Link.parse(link), check=check)
-                        measured[system.label].append(timing)
-                        done += 1
-                for system in ready:
-                    timings[link, tokens, system.label] = tuple(measured[system.label])
-                    rows.append(_row(system, Link.parse(link), tokens, measured[system.label], step_s))
-    progress("decode", total, total)
+        own = [item for item in missing if item[0] == tokens]
+        if not own:
+            continue
+        chosen = parse_systems([label for label in systems if any(item[3] == label for item in own)], endless)
+        earlier = [(item, answer) for item, key in keys.items() if item[0] == tokens and (answer := kept.get(key))]
+        for system in chosen:
+            for item, answer in earlier:
+                if isinstance(system, CacheSystem) and item[3] == system.label:
+                    system.recall(answer.timing)
+        with _published(endless, chosen, plan.document, tokens, progress) as (ready, step_s):
+            by_label = {system.label: system for system in ready}
+            for item in own:
+                progress("decode", done, len(keys))
+                _, link, repeat, label = item
+                timing = by_label[label].answer(
+                    suffix(model.tokenizer, QUESTIONS[repeat % len(QUESTIONS)]),
+                    plan.kth,
+                    Link.parse(link),
+                    check=_checks(plan, link, repeat),
+                )
+                kept.add(keys[item], _Answer(timing=timing, sizes=by_label[label].sizes, step_s=step_s))
+                done += 1
+    progress("decode", len(keys), len(keys))
+    answers: dict[tuple[str, int, str], list[_Answer]] = {}
+    for (tokens, link, _, label), key in keys.items():
+        answer = kept.get(key)
+        assert answer is not None
+        answers.setdefault((link, tokens, label), []).append(answer)
     return DecodeBench(
-        model=model.identity.model_id or "unnamed", plan=plan, rows=_with_equality(rows), timings=timings
+        model=model.identity.model_id or "unnamed",
+        plan=plan,
+        rows=_with_equality(
+            [_row(label, Link.parse(link), tokens, own) for (link, tokens, label), own in answers.items()]
+        ),
+        timings={item: tuple(answer.timing for answer in own) for item, own in answers.items()},
     )
+
+
+def _checks(plan: DecodePlan, link: str, repeat: int) -> bool:
+    """Whether an answer's text is checked: once, for it does not depend on the link."""
+    return link == plan.links[0] and repeat < len(QUESTIONS)
+
+
+def _key(model: Model, plan: DecodePlan, tokens: int, link: str, repeat: int, label: str) -> str:
+    """Digest of all that an answer depends on, but the machine."""
+    parts = [
+        __version__,
+        model.identity.fingerprint,
+        str(model.hf.dtype),
+        plan.document.sha256,
+        tokens,
+        link,
+        plan.kth,
+        repeat,
+        label,
+        _checks(plan, link, repeat),
+    ]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _read(value: dict[str, Any]) -> _Answer:
+    first, total = value["sizes"]
+    return _Answer(timing=Timing(**value["timing"]), sizes=(first, total), step_s=value["step_s"])
 
 
 @contextmanager
@@ -216,12 +288,14 @@ def _step_seconds(model: Model, filled: Prefilled, suffix_ids: list[int]) -> flo
     return median(seconds)
 
 
-def _row(system: System, link: Link, tokens: int, timings: Sequence[Timing], step_s: float) -> DecodeRow:
-    first, total = system.sizes
+def _row(label: str, link: Link, tokens: int, answers: Sequence[_Answer]) -> DecodeRow:
+    first, total = answers[0].sizes
+    timings = [answer.timing for answer in answers]
     drafts = [timing.first_draft_s for timing in timings if timing.first_draft_s is not None]
-    fixed_s = 2 * link.rtt_s + step_s
+    outside = [timing.bookkeeping for timing in timings if timing.bookkeeping is not None]
+    fixed_s = 2 * link.rtt_s + median(answer.step_s for answer in answers)
     return DecodeRow(
-        system=system.label,
+        system=label,
         link_bit_per_s=link.bit_per_s,
         rtt_s=link.rtt_s,
         tokens=tokens,
@@ -238,6 +312,7 @@ def _row(system: System, link: Link, tokens: int, timings: Sequence[Timing], ste
         limit_first_draft_s=first * 8 / link.bit_per_s + fixed_s,
         limit_first_verified_s=total * 8 / link.bit_per_s + fixed_s,
         peak_bytes=max(timing.peak_bytes for timing in timings),
+        bookkeeping=median(outside) if outside else None,
     )
 
 

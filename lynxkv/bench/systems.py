@@ -29,6 +29,7 @@ from lynxkv.pace import Pace
 from lynxkv.proof import prove
 from lynxkv.runner import generate
 from lynxkv.store import Link
+from lynxkv.trace import Trace
 
 Mode = Literal["progressive", "whole", "layers", "exact", "draft", "held"]
 # What a mode asks of `generate`; None drafts k tokens. Layers: of caches without Residual, there is no draft, but steps
@@ -45,7 +46,10 @@ MODES: dict[Mode, tuple[Speculate | None, Verify]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """One answer: seconds since the cache was opened, and what `generate` counts. None: there was no draft."""
+    """One answer: seconds since the cache was opened, and what `generate` counts. None: there was no draft.
+
+    `bookkeeping` is that of `lynxkv.trace`.
+    """
 
     first_draft_s: float | None
     first_verified_s: float
@@ -54,6 +58,7 @@ class Timing:
     accepted: int
     peak_bytes: int
     equal: bool | None
+    bookkeeping: float | None = None
 
     @property
     def first_token_s(self) -> float:
@@ -105,14 +110,20 @@ class CacheSystem:
         waits_for_all = self.mode in ("whole", "layers")
         self.url, self.sizes = report.url, (total if waits_for_all else report.bytes_anchor, total)
 
+    def recall(self, timing: Timing) -> None:
+        """Learn from an answer of an earlier run what it taught then."""
+        self.pace.verified("full", timing.drafted, timing.accepted)
+
     def answer(self, suffix_ids: Sequence[int], tokens: int, link: Link | None, *, check: bool) -> Timing:
         """Open, fetch, draft, verify, decode on."""
         speculate, verify = MODES[self.mode]
         verified_s: list[float] = []
+        trace = Trace()
         open_reader = _HeldReader if self.mode == "held" else open_cache
         with open_reader(self.url, link=link) as reader:
 
             def on_event(event: Event) -> None:
+                trace.on_event(event)
                 if isinstance(event, Verified):
                     verified_s.extend([time.perf_counter() - reader.opened_at] * len(event.token_ids))
 
@@ -134,6 +145,7 @@ class CacheSystem:
             accepted=result.accepted,
             peak_bytes=result.peak_bytes,
             equal=self._is_plain(suffix_ids, result) if check else None,
+            bookkeeping=trace.bookkeeping,
         )
 
     def _is_plain(self, suffix_ids: Sequence[int], result: GenerateResult) -> bool:

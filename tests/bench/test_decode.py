@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,8 @@ import pytest
 
 from lynxkv import checkpoints
 from lynxkv.bench.decode import DecodeRow, Speedup
+from lynxkv.bench.systems import CacheSystem, Timing
+from lynxkv.store import Link
 from lynxkv.testing.tiny_models import tiny_model
 
 if TYPE_CHECKING:
@@ -67,6 +70,8 @@ def test_rows_of_all_kinds_of_systems(lynx: Lynx, document: str) -> None:
     assert rows["byte-planes@whole"]["bytes_total"] < 1.2 * rows["raw@whole"]["bytes_total"]
     assert rows["turboquant@whole"]["bytes_total"] < rows["byte-planes@whole"]["bytes_total"]
     assert rows["default@draft"]["drafted"] == rows["default@held"]["drafted"] == 5
+    assert rows["default@whole"]["bookkeeping"] is rows["prefill"]["bookkeeping"] is None
+    assert 0 < rows["default@draft"]["bookkeeping"] < 1
     assert [item["system"] for item in result["speedups"]] == [name for name in SYSTEMS if name != "int8@whole"]
     assert {item["baseline"] for item in result["speedups"]} == {"int8@whole"}
 
@@ -79,6 +84,41 @@ def test_the_tables(lynx: Lynx, document: str) -> None:
     assert "5th" in done.out
 
 
+def test_a_run_goes_on_where_it_stopped(
+    lynx: Lynx, document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, Link | None]] = []
+    original = CacheSystem.answer
+
+    def answer(
+        system: CacheSystem, suffix_ids: Sequence[int], tokens: int, link: Link | None, *, check: bool
+    ) -> Timing:
+        if link is not None:
+            asked.append((system.label, link))
+        return original(system, suffix_ids, tokens, link, check=check)
+
+    monkeypatch.setattr(CacheSystem, "answer", answer)
+    state = tmp_path / "state.jsonl"
+    arguments = (*SMALL, "--document", document, "--state", state, "--system", "default@draft", "--json")
+    first = json.loads(lynx(*arguments).out)
+    lines = state.read_text("utf-8").splitlines(keepends=True)
+    state.write_text(lines[0] + lines[1][:20], "utf-8")  # as if it had been killed while it wrote
+    asked.clear()
+    assert json.loads(lynx(*arguments).out)["rows"][0]["repeats"] == 2
+    assert [label for label, _ in asked] == ["default@draft"]
+    asked.clear()
+    again = json.loads(lynx(*arguments, "--system", "raw@whole").out)
+    assert [label for label, _ in asked] == ["raw@whole"] * 2
+    assert {row["system"]: row["drafted"] for row in again["rows"]} == {"default@draft": 5, "raw@whole": 0}
+    assert again["rows"][0]["bytes_total"] == first["rows"][0]["bytes_total"]
+    asked.clear()
+    assert json.loads(lynx(*arguments, "--system", "raw@whole").out) == again
+    assert not asked
+    done = lynx(*arguments, "--link", "10mbit/2ms")
+    assert [row["repeats"] for row in json.loads(done.out)["rows"]] == [2, 2]
+    assert len(asked) == 2
+
+
 def test_the_schema_has_the_fields_of_the_rows() -> None:
     properties = json.loads(SCHEMA.read_text("utf-8"))["properties"]
     assert list(properties["rows"]["items"]["properties"]) == list(DecodeRow.__dataclass_fields__)
@@ -89,6 +129,7 @@ def test_the_schema_has_the_fields_of_the_rows() -> None:
     ("arguments", "code", "message"),
     [
         (("--system", "default@sometimes"), 1, "there is no system"),
+        (("--state", __file__), 1, "not a state file"),
         (("--system", "best"), 1, "there is no codec"),
         (("--system", "kivi@progressive"), 1, "fetched whole"),
         (("--system", "kivi:window=x@whole"), 1, "window"),
