@@ -90,10 +90,13 @@ class Sampling:
 
     def _nucleus(self, probabilities: Tensor) -> Tensor:
         """The fewest most likely tokens whose sum reaches top_p, renormalised."""
-        ordered, order = probabilities.sort(descending=True, stable=True)
+        # All tokens below this together are less than what is left out, and most of a vocabulary need not be sorted.
+        floor = (1 - self.top_p) / (2 * len(probabilities))
+        likely = (probabilities > floor).nonzero()[:, 0]
+        ordered, order = probabilities[likely].sort(descending=True, stable=True)
         before = ordered.cumsum(0) - ordered
         kept = torch.where(before < self.top_p, ordered, 0.0)
-        return torch.zeros_like(probabilities).scatter(0, order, kept / kept.sum())
+        return torch.zeros_like(probabilities).scatter(0, likely[order], kept / kept.sum())
 
 
 def logprobs(logits: Tensor, token_id: int, top: int) -> TokenLogprobs:
@@ -107,5 +110,7 @@ def logprobs(logits: Tensor, token_id: int, top: int) -> TokenLogprobs:
 
 
 def draw(probabilities: Tensor, generator: torch.Generator) -> int:
-    """One token id from a distribution [V]."""
-    return int(torch.multinomial(probabilities, 1, generator=generator))
+    """One token id from a distribution [V]: the first at which its sums pass a number between 0 and their last."""
+    sums = probabilities.cumsum(0, dtype=torch.float64)
+    u = torch.rand((), generator=generator, dtype=torch.float64, device=probabilities.device)
+    return int(torch.searchsorted(sums, u * sums[-1], right=True))

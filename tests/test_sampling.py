@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopPLogitsWarper
 
 from lynxkv.errors import InputError, NonFiniteError
 from lynxkv.sampling import Sampling, draw
+from lynxkv.testing.statistics import chi_square_z
 
 
 def logits(seed: int, size: int = 40) -> torch.Tensor:
@@ -84,3 +87,23 @@ def test_values_out_of_range_are_refused(values: dict[str, float]) -> None:
         Sampling(**values)  # type: ignore[arg-type]
     assert next(iter(values)) in caught.value.message
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 4.0])
+@pytest.mark.parametrize("top_p", [0.5, 0.95, 0.9999])
+def test_a_nucleus_of_many_tokens_is_that_of_sorting_them_all(temperature: float, top_p: float) -> None:
+    """With ties, of which the first are kept."""
+    x = logits(7, 5000).round(decimals=1)
+    ordered, order = torch.softmax(x / temperature, -1).sort(descending=True, stable=True)
+    count = int((ordered.cumsum(0) - ordered < top_p).sum())
+    p = Sampling(temperature=temperature, top_p=top_p).distribution(x, [])
+    assert p.nonzero()[:, 0].tolist() == sorted(order[:count].tolist())
+    torch.testing.assert_close(p[order[:count]], ordered[:count] / ordered[:count].sum())
+
+
+def test_draws_follow_the_distribution_and_nothing_else() -> None:
+    p = torch.tensor([0.0, 0.1, 0.0, 0.4, 1e-3, 0.499, 0.0])
+    generator = torch.Generator().manual_seed(3)
+    counts = Counter(draw(p, generator) for _ in range(20_000))
+    assert set(counts) == {1, 3, 4, 5}
+    assert chi_square_z(counts, dict(enumerate(p.tolist()))) < 4
