@@ -103,6 +103,12 @@ class FixedTables:
         return entries
 
     @cached_property
+    def reach(self) -> dict[str, float]:
+        """The largest magnitudes that codes and 8-bit parameters stand for; NaN if a table holds one."""
+        books = {"anchor": self.anchor, "full": self.full, "scale": self.scale, "offset": self.offset}
+        return {name: float(np.abs(book).max(initial=0)) for name, book in books.items() if book is not None}
+
+    @cached_property
     def scale_cells(self) -> Cells:
         """The search for the least 8-bit scale not below a value; empty without such scales."""
         return Cells.of(self.scale, side="left")
@@ -202,6 +208,18 @@ class EntropyTables:
     step: np.float32
     half_step: np.float32
     transform: Transform | None = None
+
+    @cached_property
+    def row_of(self) -> npt.NDArray[np.int64]:
+        """Where in the stored order each channel or component is."""
+        rows = np.empty(self.order.size, np.int64)
+        rows[self.order] = np.arange(self.order.size)
+        return rows
+
+    @cached_property
+    def mean_reach(self) -> float:
+        """The largest magnitude of a mean."""
+        return float(np.abs(self.mean).max(initial=0))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,10 @@ import torch
 
 import lynxkv
 from lynxkv.codecs import Codec, get_codec
+from lynxkv.encoder import encode
 from lynxkv.kernels import FixedTables, cpu, reference
 from lynxkv.kernels.cpu import threads
+from lynxkv.kv import KV, KVLayer
 from lynxkv.layout import TensorSpec
 
 
@@ -28,9 +30,9 @@ def test_decoding_fuses_no_multiply_with_an_add(tmp_path: Path) -> None:
     code = """
 import torch
 from lynxkv.kernels.cpu.entropy_dequantize import _decode_tiles
-from lynxkv.kernels.cpu.fixed_dequantize import _decode_chunks
+from lynxkv.kernels.cpu.fixed_dequantize import _decode_blocks
 from lynxkv.quantization import dequantize, quantize
-for name, kernel in (("default", _decode_tiles), ("alg1", _decode_chunks)):
+for name, kernel in (("default", _decode_tiles), ("alg1", _decode_blocks)):
     for dtype in (torch.bfloat16, torch.float32):
         dequantize(quantize(torch.randn(2, 70, 24).to(dtype), name))
     lines = [line for text in kernel.inspect_asm().values() for line in text.splitlines()]
@@ -61,6 +63,29 @@ def test_no_temporary_above_a_twentieth_of_the_tensor(name: str) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak - returned < whole.nbytes / 20
+
+
+@pytest.mark.parametrize("name", ["default", "alg1", "int8"])
+def test_encoding_keeps_little_beside_the_shards(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 MiB of bf16 on two threads. Shards are written once they are complete; beside them there is what may wait, two
+    segments of 1 Mi elements a thread, each as symbols, digits, packed digits and frames: a byte an element at most.
+    Of numpy's memory and of bytes; values are never copied.
+    """
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+
+    def cache(tokens: int) -> KV:
+        k, v = (torch.randn(8, tokens, 128, dtype=torch.bfloat16) for _ in range(2))
+        return KV(layers=[KVLayer(tensors={"k": k, "v": v}, start=0, stop=tokens)], start=0, stop=tokens)
+
+    kv = cache(2**14)
+    encode(cache(300), str(tmp_path / "first.lynx"), codec=name)
+    tracemalloc.start()
+    encode(kv, str(tmp_path / "all.lynx"), codec=name)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    shards = sum(file.stat().st_size for file in (tmp_path / "all.lynx").rglob("*") if file.is_file())
+    assert shards > 2**24
+    assert peak - shards < 2 * 2 * 4 * 2**20
 
 
 @pytest.mark.slow
@@ -105,6 +130,8 @@ def test_a_forked_child_has_a_pool_of_its_own() -> None:
     code = """
 import os, torch
 from lynxkv.kernels.cpu import threads
+from lynxkv.encoder import encode
+from lynxkv.kv import KV, KVLayer
 torch.set_num_threads(2)
 def run():
     parts = []

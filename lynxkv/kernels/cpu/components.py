@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lynxkv.kernels.cpu.bits import helper, jit, wide_vectors
-from lynxkv.kernels.cpu.finish import finish_values
+from lynxkv.kernels.cpu.finish import round_rows
+from lynxkv.kernels.cpu.lanes import LANES
 from lynxkv.kernels.cpu.memory import Rows, read_only
 from lynxkv.kernels.cpu.threads import run_split
 from lynxkv.kernels.tables import F32, EntropyTables, Transform
@@ -42,8 +43,6 @@ def _place_tiles(
     sin: Any,
     heads: int,
     dim: int,
-    ones: Any,
-    zeros: Any,
     out: Any,
     head_stride: int,
     starts: Any,
@@ -52,7 +51,7 @@ def _place_tiles(
     """Tokens [start, stop) of sums [blocks, T, n]; without rope `cos` and `sin` are [0, 0]."""
     blocks, _, size = sums.shape
     padded = -(-dim // 8) * 8
-    tile = np.zeros(TILE_TOKENS * heads * padded, np.float32)
+    tile = np.zeros(TILE_TOKENS * heads * padded + LANES, np.float32)
     for first in range(start, stop, TILE_TOKENS):
         count = min(TILE_TOKENS, stop - first)
         for i in range(count):
@@ -73,7 +72,7 @@ def _place_tiles(
                     row = tile[(i * heads + head) * padded : (i * heads + head) * padded + dim]
                     _turn(row, cos[first + i], sin[first + i])
         values, own_starts = tile[: count * heads * padded], starts[first : first + count]
-        finish_values(values, padded, ones, zeros, heads, out, 0, head_stride, own_starts, kind)
+        round_rows(values, padded, heads, dim, out, head_stride, own_starts, kind)
 
 
 def place_components(
@@ -84,8 +83,6 @@ def place_components(
     empty: npt.NDArray[np.float32] = np.empty((0, 0), np.float32)
     cos, sin = transform.rope.angles(tokens) if transform.rope is not None else (empty, empty)
     mean = read_only(tables.mean.astype(np.float32, copy=False))
-    # v * 1 + -0 is v to the bit, zeros included.
-    ones, zeros = np.ones(spec.channels, np.float32), np.full(spec.channels, -0.0, np.float32)
 
     def work(start: int, stop: int) -> None:
         _place_tiles(
@@ -98,8 +95,6 @@ def place_components(
             read_only(sin),
             spec.heads,
             spec.head_dim,
-            read_only(ones),
-            read_only(zeros),
             place.flat,
             place.head_stride,
             place.starts,

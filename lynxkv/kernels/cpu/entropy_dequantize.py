@@ -15,15 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from lynxkv.errors import ContentError
-from lynxkv.kernels.cpu.bits import helper, jit
-from lynxkv.kernels.cpu.finish import finish_symbols, finish_values
+from lynxkv.kernels.cpu.bits import helper, jit, put
+from lynxkv.kernels.cpu.finish import finish_refined, finish_symbols
+from lynxkv.kernels.cpu.lanes import LANES, spread
 from lynxkv.kernels.cpu.memory import U8, Rows, bounded, read_only
-from lynxkv.kernels.cpu.packing import clear, unpack_rows
+from lynxkv.kernels.cpu.packing import unpack_rows
 from lynxkv.kernels.cpu.threads import run_split
 from lynxkv.kernels.cpu.turn import rows_to_tile
 from lynxkv.kernels.tables import EntropyTables
 from lynxkv.layout import ESCAPE_BYTES, EntropyCoding, TensorSpec
-from lynxkv.packing import INDEX_LIMIT, SYMBOL_ESCAPE, SYMBOL_ZERO, radix_group
+from lynxkv.packing import INDEX_LIMIT, SYMBOL_ESCAPE, radix_group
 
 # Tokens turned at once: two cache lines of a row. With one, as fast from the cache but a quarter slower from memory.
 TILE_TOKENS = 128
@@ -54,8 +55,7 @@ def _unpack_digits(
     reciprocal = np.uint32(65536 // radix + 1)
     for row in range(start, stop):
         out = digits[row * stride : (row + 1) * stride]
-        clear(codes)
-        unpack_rows(data, rows, len(codes), bits, row, codes)
+        unpack_rows(data, rows, len(codes), bits, row, codes, True)
         for i in range(codes_per_row, len(codes)):
             if codes[i]:
                 return 2
@@ -104,10 +104,9 @@ def _decode_tiles(
 
     `digits`, and room for a tile of them, `low`, are both None at anchor precision.
     """
-    padded = -(-dim // 8) * 8
+    padded = -(-dim // LANES) * LANES
     tile = np.zeros(TILE_TOKENS * padded, np.uint8)
     escapes = 0
-    factor, bias = np.int16(2 * radix), np.int16(2 * radix * SYMBOL_ZERO + radix - 1)
     for first in range(start, stop, TILE_TOKENS):
         count = min(TILE_TOKENS, stop - first)
         part = tile[: count * padded]
@@ -115,11 +114,13 @@ def _decode_tiles(
             rows = row_of[head * dim : head * dim + dim]
             rows_to_tile(symbols, rows, tokens, first, count, part, padded)
             escapes += _count_escapes(part)
-            if digits is not None:
-                rows_to_tile(digits, rows, len(digits) // len(row_of), first, count, low, padded)
             means = mean[head * dim : head * dim + dim]
-            own = starts[first : first + count]
-            finish_symbols(part, padded, factor, bias, low, step, means, out, head * head_stride, own, kind)
+            own, at = starts[first : first + count], head * head_stride
+            if digits is None:
+                finish_symbols(part, padded, step, means, out, at, own, kind)
+            else:
+                rows_to_tile(digits, rows, len(digits) // len(row_of), first, count, low, padded)
+                finish_refined(part, low, padded, radix, step, means, out, at, own, kind)
     return escapes
 
 
@@ -139,7 +140,6 @@ def _patch_escapes(
     starts: Any,
     kind: int,
 ) -> None:
-    value, steps = np.zeros(8, np.float32), np.full(1, step, np.float32)
     stride = len(digits) // len(order)
     for i in range(len(positions)):
         row = positions[i] // tokens
@@ -148,10 +148,8 @@ def _patch_escapes(
         if radix:
             index = 2 * (index * radix + digits[row * stride + token]) - (radix - 1)
         channel = order[row]
-        value[0] = index
-        at = channel // dim * head_stride + channel % dim
-        own = starts[token : token + 1]
-        finish_values(value, 8, steps, mean[channel : channel + 1], 1, out, at, head_stride, own, kind)
+        at = starts[token] + channel // dim * head_stride + channel % dim
+        put(out, at, spread(np.float32(index)) * spread(step) + spread(mean[channel]), 1, kind)
 
 
 def dequantize_entropy(
@@ -172,24 +170,19 @@ def dequantize_entropy(
     count = spec.channels * tokens
     symbols = read_only(anchor[:count])
     positions, indices = _escapes(anchor, count)
-    ascending = not positions.size or (np.all(positions[1:] > positions[:-1]) and positions[-1] < count)
-    if symbols.size != count or not ascending or np.any(symbols[positions] != SYMBOL_ESCAPE):
+    if symbols.size != count or (positions.size and not _escaped(symbols, positions)):
         raise ContentError("escapes are not at the escape symbols")
-    if np.any((indices <= -INDEX_LIMIT) | (indices >= INDEX_LIMIT)):
+    if positions.size and np.any((indices <= -INDEX_LIMIT) | (indices >= INDEX_LIMIT)):
         raise ContentError("an escape is out of range")
     digits = read_only(_digits(residual, coding, spec, tokens)) if residual is not None else None
     radix = coding.radix if digits is not None else 0
     step = np.float32(tables.half_step if radix else tables.step)
-    order = read_only(tables.order.astype(np.int64))
     mean = read_only(tables.mean.astype(np.float32, copy=False))
-    row_of = np.zeros(spec.channels, np.int64)
-    row_of[order] = np.arange(spec.channels)
-
-    farthest = 256.0 * max(1, 2 * radix) * float(step) + float(np.abs(mean).max())
+    farthest = 256.0 * max(1, 2 * radix) * float(step) + tables.mean_reach
     kind = bounded(out, farthest)
 
     found: list[int] = []
-    padded = -(-spec.head_dim // 8) * 8
+    padded = -(-spec.head_dim // LANES) * LANES
 
     def decode(start: int, stop: int) -> None:
         escapes = _decode_tiles(
@@ -200,7 +193,7 @@ def dequantize_entropy(
             digits,
             np.empty(TILE_TOKENS * padded, np.uint8) if digits is not None else None,
             radix,
-            row_of,
+            tables.row_of,
             mean,
             step,
             spec.heads,
@@ -222,7 +215,7 @@ def dequantize_entropy(
             digits if digits is not None else _NO_DIGITS,
             radix,
             tokens,
-            order,
+            read_only(tables.order.astype(np.int64)),
             mean,
             step,
             spec.head_dim,
@@ -231,6 +224,12 @@ def dequantize_entropy(
             out.starts,
             out.kind,
         )
+
+
+def _escaped(symbols: U8, positions: npt.NDArray[np.int64]) -> bool:
+    """Whether escapes ascend and are at escape symbols."""
+    ascending = np.all(positions[1:] > positions[:-1]) and positions[-1] < symbols.size
+    return bool(ascending and np.all(symbols[positions] == SYMBOL_ESCAPE))
 
 
 def _escapes(anchor: U8, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:

@@ -154,8 +154,6 @@ def quantize_entropy(x: Tensor, coding: EntropyCoding, tables: EntropyTables) ->
     place = source(x)
     channels, radix = heads * dim, coding.radix
     order = read_only(tables.order.astype(np.int64))
-    row_of = np.empty(channels, np.int64)
-    row_of[order] = np.arange(channels)
     mean, step = read_only(tables.mean.astype(np.float32, copy=False)), np.float32(tables.step)
     symbols = np.empty(channels * tokens, np.uint8)
     group, bits = radix_group(radix) if radix > 1 else (1, 0)
@@ -174,7 +172,7 @@ def quantize_entropy(x: Tensor, coding: EntropyCoding, tables: EntropyTables) ->
             mean,
             step,
             radix,
-            row_of,
+            tables.row_of,
             tokens,
             symbols,
             digits,

@@ -3,40 +3,36 @@
     scale  = fl(s * sigma),  offset = fl(fl(o * sigma) + mu)
     value  = round(fl(fl(codebook[code] * scale) + offset))
 
-Scale and offset of a chunk are worked out once for all its tokens; then each row of codes (a token and a head) is
-unpacked, looked up, scaled and stored in one go.
+Scale and offset of a chunk are worked out once for all its tokens. Rows of codes are unpacked in blocks that stay in
+the first-level cache; the rest happens in registers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic
 
 from lynxkv.errors import ContentError
-from lynxkv.kernels.cpu.bits import helper, jit, wide_vectors
-from lynxkv.kernels.cpu.finish import finish_values
+from lynxkv.kernels.cpu.bits import helper, jit
+from lynxkv.kernels.cpu.finish import EVEN, GATHERED, PERMUTED, finish_codes
+from lynxkv.kernels.cpu.lanes import LANES
 from lynxkv.kernels.cpu.memory import U8, Rows, bounded, read_only
-from lynxkv.kernels.cpu.packing import clear, unpack_rows
+from lynxkv.kernels.cpu.packing import unpack_rows
 from lynxkv.kernels.cpu.threads import run_split
 from lynxkv.kernels.tables import F32, FixedTables
 from lynxkv.layout import FixedCoding, TensorSpec
 
-# Codes between unpacking and scaling stay in the first-level cache.
-BLOCK_ELEMENTS = 4096
+BLOCK_ELEMENTS = 1 << 14
 
 
 @jit
 def _padding_is_zero(data: Any, rows: int, dim: int, bits: int) -> bool:
     codes = np.empty(-(-dim // 8) * 8, np.uint8)
     for row in range(rows):
-        clear(codes)
-        unpack_rows(data, rows, len(codes), bits, row, codes)
+        unpack_rows(data, rows, len(codes), bits, row, codes, True)
         for i in range(dim, len(codes)):
             if codes[i]:
                 return False
@@ -44,75 +40,27 @@ def _padding_is_zero(data: Any, rows: int, dim: int, bits: int) -> bool:
 
 
 @helper
-def _chunk_row(as_f32: Any, as_u8: Any, table: Any, chunk: int, group: int, row: Any) -> None:
-    """A chunk's parameter for every channel, stored as f32 or as indices; each has its own, or one stands for all."""
-    if group == 1:
-        value = table[as_u8[chunk]] if len(table) else as_f32[chunk]
-        for x in range(len(row)):
-            row[x] = value
-    elif len(table):
-        own_u8 = as_u8[chunk * group : (chunk + 1) * group]
-        for x in range(len(row)):
-            row[x] = table[own_u8[x]]
+def _chunk_rows(as_f32: Any, as_u8: Any, table: Any, first: int, count: int, parameter: Any) -> None:
+    """Stored parameters [first, first + count), f32 or indices into the table."""
+    if len(table):
+        own_u8 = as_u8[first : first + count]
+        for x in range(count):
+            parameter[x] = table[own_u8[x]]
     else:
-        own_f32 = as_f32[chunk * group : (chunk + 1) * group]
-        for x in range(len(row)):
-            row[x] = own_f32[x]
+        own_f32 = as_f32[first : first + count]
+        for x in range(count):
+            parameter[x] = own_f32[x]
 
 
 @helper
 def _fold_page(scale: Any, offset: Any, page_scale: Any, page_mean: Any) -> None:
-    for x in range(len(scale)):
+    for x in range(len(page_scale)):
         scale[x] *= page_scale[x]
         offset[x] = offset[x] * page_scale[x] + page_mean[x]
 
 
-def _permute(_context: Any, table: Any, codes: Any, _index: Any, values: Any) -> Any:
-    """values[i : i + 16] = table[codes[i : i + 16]], for a table of 16: LLVM makes it one permutation of a register,
-    where a loop loads each value by itself (0.05 and 0.22 ns an element). Other processors get those loads.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        def vector_at(number: int, index: Any, element: Any) -> Any:
-            array = context.make_array(signature.args[number])(context, builder, arguments[number])
-            pointer = builder.gep(array.data, [index])
-            return builder.bitcast(pointer, ir.VectorType(element, 16).as_pointer())
-
-        zero, index = ir.Constant(arguments[2].type, 0), arguments[2]
-        entries = builder.load(vector_at(0, zero, ir.FloatType()), align=4)
-        picks = builder.zext(
-            builder.load(vector_at(1, index, ir.IntType(8)), align=1), ir.VectorType(ir.IntType(32), 16)
-        )
-        picked = ir.Constant(ir.VectorType(ir.FloatType(), 16), ir.Undefined)
-        for lane in range(16):
-            number = ir.Constant(ir.IntType(32), lane)
-            value = builder.extract_element(entries, builder.extract_element(picks, number))
-            picked = builder.insert_element(picked, value, number)
-        builder.store(picked, vector_at(3, index, ir.FloatType()), align=4)
-        return context.get_dummy_value()
-
-    return types.void(table, codes, types.intp, values), generate
-
-
-_permute_16: Any = intrinsic(_permute)
-
-
-@helper
-def _look_up(codes: Any, table: Any, values: Any) -> None:
-    wide_vectors()
-    if len(table) == 16:
-        whole = len(values) // 16 * 16
-        for i in range(0, whole, 16):
-            _permute_16(table, codes, i, values)
-        for i in range(whole, len(values)):
-            values[i] = table[codes[i]]
-    else:
-        for i in range(len(values)):
-            values[i] = table[codes[i]]
-
-
 @jit
-def _decode_chunks(
+def _decode_blocks(
     start: int,
     stop: int,
     chunk_tokens: int,
@@ -122,7 +70,9 @@ def _decode_chunks(
     bits: int,
     residual: Any,
     residual_bits: int,
-    table: Any,
+    book: Any,
+    even: Any,
+    how: int,
     scale_f32: Any,
     scale_u8: Any,
     scale_table: Any,
@@ -130,7 +80,7 @@ def _decode_chunks(
     offset_u8: Any,
     offset_table: Any,
     has_offset: bool,
-    group: int,
+    shared: bool,
     page_scale: Any,
     page_mean: Any,
     heads: int,
@@ -141,38 +91,51 @@ def _decode_chunks(
     kind: int,
 ) -> None:
     """Tokens [start, stop), of which start begins a chunk. `residual_bits` 0 means anchor precision; absent parameters
-    are empty arrays.
+    are empty arrays. `shared`: the channels of a chunk have one scale and offset.
     """
     channels = heads * dim
     rows = tokens * heads
-    scale = np.empty(channels, np.float32)
-    offset = np.empty(channels, np.float32)
     padded = -(-dim // 8) * 8
-    block_tokens = min(chunk_tokens, max(1, BLOCK_ELEMENTS // (heads * padded)))
-    block_codes = np.empty(block_tokens * heads * padded, np.uint8)
-    block_values = np.empty(len(block_codes), np.float32)
-    for first in range(start, stop, chunk_tokens):
-        chunk = first // chunk_tokens
-        _chunk_row(scale_f32, scale_u8, scale_table, chunk, group, scale)
-        if has_offset:
-            _chunk_row(offset_f32, offset_u8, offset_table, chunk, group, offset)
+    block_tokens = max(1, BLOCK_ELEMENTS // (heads * padded))
+    block_codes = np.zeros(block_tokens * heads * padded + LANES, np.uint8)
+    # Where neither a channel nor a page has parameters of its own, one number a token will do.
+    a_token = shared and not page_tokens
+    width = block_tokens if a_token else channels
+    scale = np.zeros(width + LANES, np.float32)
+    offset = np.zeros(width + LANES, np.float32)
+    token, ready = start, start
+    while token < stop:
+        end = min(token + block_tokens, stop)
+        if a_token:
+            for i in range(end - token):
+                chunk = (token + i) // chunk_tokens
+                _chunk_rows(scale_f32, scale_u8, scale_table, chunk, 1, scale[i : i + 1])
+                if has_offset:
+                    _chunk_rows(offset_f32, offset_u8, offset_table, chunk, 1, offset[i : i + 1])
         else:
-            for x in range(channels):
-                offset[x] = 0
-        if page_tokens:
-            at = first // page_tokens * channels
-            _fold_page(scale, offset, page_scale[at : at + channels], page_mean[at : at + channels])
-        chunk_stop = min(first + chunk_tokens, stop)
-        for token in range(first, chunk_stop, block_tokens):
-            own = starts[token : min(token + block_tokens, chunk_stop)]
-            size = len(own) * heads * padded
-            row_codes, values = block_codes[:size], block_values[:size]
-            clear(row_codes)
-            unpack_rows(codes, rows, padded, bits, token * heads, row_codes)
-            if residual_bits:
-                unpack_rows(residual, rows, padded, residual_bits, token * heads, row_codes)
-            _look_up(row_codes, table, values)
-            finish_values(values, padded, scale, offset, heads, out, 0, head_stride, own, kind)
+            chunk = token // chunk_tokens
+            end = min(end, (chunk + 1) * chunk_tokens)
+            if token == ready:
+                ready = (chunk + 1) * chunk_tokens
+                first, count = (chunk, 1) if shared else (chunk * channels, channels)
+                _chunk_rows(scale_f32, scale_u8, scale_table, first, count, scale)
+                if has_offset:
+                    _chunk_rows(offset_f32, offset_u8, offset_table, first, count, offset)
+                else:
+                    offset[:] = 0
+                if shared:
+                    scale[1:] = scale[0]
+                    offset[1:] = offset[0]
+                if page_tokens:
+                    at = token // page_tokens * channels
+                    _fold_page(scale, offset, page_scale[at : at + channels], page_mean[at : at + channels])
+        own = block_codes[: (end - token) * heads * padded]
+        unpack_rows(codes, rows, padded, bits, token * heads, own, True)
+        if residual_bits:
+            unpack_rows(residual, rows, padded, residual_bits, token * heads, own, False)
+        places = starts[token:end]
+        finish_codes(own, padded, book, even, how, scale, offset, a_token, heads, dim, out, head_stride, places, kind)
+        token = end
 
 
 def dequantize_fixed(
@@ -203,15 +166,15 @@ def dequantize_fixed(
         for data, bits in ((codes, coding.anchor_bits), (low, low_bits)):
             if not _padding_is_zero(data, rows, spec.head_dim, bits):
                 raise ContentError("padding codes are not zero")
-    scale, offset = _Parameter.of(part["chunk_scale"], tables.scale), _Parameter.of(part["chunk_offset"], tables.offset)
-    sigma, mean = _Parameter.of(part["page_scale"], None), _Parameter.of(part["page_mean"], None)
-    book = read_only(table.astype(np.float32, copy=False))
+    scale, offset = (_Parameter.of(part[f"chunk_{name}"], name, tables) for name in _CHUNK_PARAMETERS)
+    sigma, mean = _Parameter.plain(part["page_scale"]), _Parameter.plain(part["page_mean"])
+    book, even, how = _look_up(table)
     page_reach = sigma.reach if coding.page_tokens else 1.0
-    farthest = (_reach(book) * scale.reach + offset.reach) * page_reach + mean.reach
+    farthest = (tables.reach["full" if low_bits else "anchor"] * scale.reach + offset.reach) * page_reach + mean.reach
     kind = bounded(out, farthest)
 
     def decode(start: int, stop: int) -> None:
-        _decode_chunks(
+        _decode_blocks(
             start,
             stop,
             coding.chunk_tokens,
@@ -222,6 +185,8 @@ def dequantize_fixed(
             low,
             low_bits,
             book,
+            even,
+            how,
             scale.as_f32,
             scale.as_u8,
             scale.table,
@@ -229,7 +194,7 @@ def dequantize_fixed(
             offset.as_u8,
             offset.table,
             coding.offset,
-            spec.channels if coding.group == "channel" else 1,
+            coding.group == "token",
             sigma.as_f32,
             mean.as_f32,
             spec.heads,
@@ -241,6 +206,19 @@ def dequantize_fixed(
         )
 
     run_split(decode, tokens, unit=coding.chunk_tokens, elements=tokens * spec.channels)
+
+
+def _look_up(table: F32) -> tuple[F32, tuple[np.float32, np.float32], int]:
+    """The table, (slope, base), and how codes become values: the arithmetic only where it gives every value exactly."""
+    book = np.zeros(max(LANES, table.size), np.float32)
+    book[: table.size] = table
+    if table.size <= LANES:
+        return read_only(book), (book[0], book[0]), PERMUTED
+    with np.errstate(over="ignore", invalid="ignore"):  # of hostile tables
+        # One rounding for the product and one for the sum, as in the kernel.
+        slope, base = book[1] - book[0], book[0]
+        even = np.arange(table.size, dtype=np.float32) * slope + base
+    return read_only(book), (slope, base), EVEN if even.tobytes() == book.tobytes() else GATHERED
 
 
 def _parts(anchor: U8, coding: FixedCoding, spec: TensorSpec, tokens: int) -> dict[str, U8]:
@@ -264,23 +242,26 @@ class _Parameter:
     reach: float
 
     @classmethod
-    def of(cls, stored: U8, table: F32 | None) -> _Parameter:
-        if table is not None and stored.size:
-            values = read_only(table.astype(np.float32, copy=False))
-            if values.size < 256:
-                raise ContentError(f"a table of parameters has {values.size} values")
-            return cls(as_f32=_EMPTY_F32, as_u8=read_only(stored), table=values, reach=_reach(values))
-        values = read_only(stored.view("<f4") if stored.size else _EMPTY_F32)
-        reach = _reach(values)
+    def plain(cls, stored: U8) -> _Parameter:
+        """Values as they are."""
+        values = stored.view("<f4") if stored.size else _EMPTY_F32
+        reach = float(np.abs(values).max()) if stored.size else 0.0
         if not np.isfinite(reach):
             raise ContentError("page or chunk parameters are not finite")
-        return cls(as_f32=values, as_u8=_EMPTY_U8, table=_EMPTY_F32, reach=reach)
+        return cls(as_f32=read_only(values), as_u8=_EMPTY_U8, table=_EMPTY_F32, reach=reach)
+
+    @classmethod
+    def of(cls, stored: U8, name: Literal["scale", "offset"], tables: FixedTables) -> _Parameter:
+        """Values, or indices into this table where there is one."""
+        table: F32 | None = getattr(tables, name)
+        if table is None or not stored.size:
+            return cls.plain(stored)
+        if table.size < 256:
+            raise ContentError(f"a table of parameters has {table.size} values")
+        values = read_only(table.astype(np.float32, copy=False))
+        return cls(as_f32=_EMPTY_F32, as_u8=read_only(stored), table=values, reach=tables.reach[name])
 
 
-def _reach(values: npt.NDArray[np.float32]) -> float:
-    """The largest magnitude, NaN if there is one among them."""
-    return max(float(values.max()), -float(values.min())) if values.size else 0.0
-
-
+_CHUNK_PARAMETERS: tuple[Literal["scale"], Literal["offset"]] = ("scale", "offset")
 _EMPTY_U8 = read_only(np.empty(0, np.uint8))
 _EMPTY_F32 = read_only(np.empty(0, np.float32))

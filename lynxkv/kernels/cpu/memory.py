@@ -89,6 +89,8 @@ def _flat(x: Tensor) -> npt.NDArray[Any]:
 
 def read_only(data: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """The same array, contiguous, aligned and never writable: one compiled kernel then serves bytes from anywhere."""
-    view = np.require(data, requirements=["C", "A"]).view()
+    if not (data.flags.c_contiguous and data.flags.aligned):
+        data = np.require(data, requirements=["C", "A"])
+    view = data.view()
     view.flags.writeable = False
     return view

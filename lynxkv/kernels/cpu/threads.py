@@ -31,6 +31,9 @@ def run_split(work: Callable[[int, int], None], total: int, *, unit: int, elemen
         units = -(-total // unit)
         parts = max(1, min(count, units, elements // MIN_ELEMENTS))
         edges = [min(total, units * i // parts * unit) for i in range(parts)] + [total]
+        if parts == 1:
+            work(0, total)
+            return
         futures: list[Future[None]] = []
         try:
             futures += [_executor().submit(work, edges[i], edges[i + 1]) for i in range(1, parts)]

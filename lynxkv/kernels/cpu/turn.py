@@ -14,6 +14,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from lynxkv.kernels.cpu.bits import helper
+from lynxkv.kernels.cpu.lanes import pointer
 
 SIDE = 16
 _LINE_BYTES = 64
@@ -27,11 +28,6 @@ def _pick(lanes: list[int]) -> ir.Constant:
 
 _LOWER = _pick([lane // 2 + lane % 2 * SIDE for lane in range(SIDE)])
 _UPPER = _pick([lane // 2 + lane % 2 * SIDE + SIDE // 2 for lane in range(SIDE)])
-
-
-def _pointer(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
-    """To element `index` of a contiguous array."""
-    return builder.gep(context.make_array(kind)(context, builder, array).data, [index])
 
 
 def _turn(builder: Any, sources: list[Any], targets: list[Any]) -> None:
@@ -51,16 +47,16 @@ def _scattered(context: Any, builder: Any, kinds: Any, data: Any, rows: Any, d: 
     """Pointers to data[rows[d + k] * stride + at]."""
     out = []
     for k in range(SIDE):
-        place = _pointer(context, builder, kinds[1], rows, builder.add(d, ir.Constant(_I64, k)))
+        place = pointer(context, builder, kinds[1], rows, builder.add(d, ir.Constant(_I64, k)))
         row = builder.load(place)
-        out.append(_pointer(context, builder, kinds[0], data, builder.add(builder.mul(row, stride), at)))
+        out.append(pointer(context, builder, kinds[0], data, builder.add(builder.mul(row, stride), at)))
     return out
 
 
 def _stepped(context: Any, builder: Any, kind: Any, data: Any, at: Any, step: Any) -> list[Any]:
     """Pointers to data[at + k * step]."""
     return [
-        _pointer(context, builder, kind, data, builder.add(at, builder.mul(step, ir.Constant(_I64, k))))
+        pointer(context, builder, kind, data, builder.add(at, builder.mul(step, ir.Constant(_I64, k))))
         for k in range(SIDE)
     ]
 
@@ -99,12 +95,12 @@ def _ahead(_context: Any, data: Any, _index: Any) -> Any:
     """Start to bring data[index] into the caches; it need not lie in the array."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = _pointer(context, builder, signature.args[0], *arguments)
-        pointer = builder.bitcast(pointer, ir.IntType(8).as_pointer())
-        kind = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
+        place = pointer(context, builder, signature.args[0], *arguments)
+        place = builder.bitcast(place, ir.IntType(8).as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [place.type, _I32, _I32, _I32])
         function: Any = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")  # type: ignore[no-untyped-call]
         # To be read, kept in every cache, data.
-        builder.call(function, [pointer, ir.Constant(_I32, 0), ir.Constant(_I32, 3), ir.Constant(_I32, 1)])
+        builder.call(function, [place, ir.Constant(_I32, 0), ir.Constant(_I32, 3), ir.Constant(_I32, 1)])
         return context.get_dummy_value()
 
     return types.void(data, types.intp), generate
