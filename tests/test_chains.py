@@ -147,6 +147,8 @@ def test_first_tokens_in_the_pages_of_an_engine(chain: str) -> None:
 def test_no_more_is_fetched_than_the_first_tokens_need(far: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lynxkv.fetch.span.FIRST_READ_BYTES", 1024)
     monkeypatch.setattr("lynxkv.fetch.head.FIRST_READ_BYTES", 1024)
+    monkeypatch.setattr("lynxkv.fetch.options.FRONT_EDGES", (0, 1024))
+    monkeypatch.setattr("lynxkv.fetch.options.SPAN_EDGES", (0, 1024))
     fs = filesystem_of(far)
 
     def fetched(tokens: int | None) -> dict[str, int]:

@@ -46,6 +46,7 @@ def server(far: str) -> SimulatedFileSystem:
 def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lynxkv.fetch.options.RANGE_BYTES", 20_000)
     monkeypatch.setattr("lynxkv.fetch.options.LAST_RANGE_BYTES", 10_000)
+    monkeypatch.setattr("lynxkv.fetch.options.FRONT_EDGES", (0, 128 << 10, 512 << 10))
 
 
 @pytest.fixture

@@ -130,13 +130,18 @@ class Remote:
 def test_remote_caches_are_asked_ahead(
     first: int, tells_size: bool, url: str, inner: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether the pieces asked for ahead end inside the header, inside the data or behind the end."""
+    """Whether what is asked for ahead ends inside the header, inside the data or behind the end."""
     for module in ("span", "head"):
         monkeypatch.setattr(f"lynxkv.fetch.{module}.FIRST_READ_BYTES", first)
+    monkeypatch.setattr("lynxkv.fetch.options.FRONT_EDGES", (0, first, 4 * first))
     transport = Remote(inner, tells_size=tells_size)
     kv = lynxkv.load(url, options=FetchOptions(transport=transport))
     assert_equal(kv, lynxkv.load(url))
-    assert {("anchor.safetensors", at * first, (at + 1) * first) for at in range(4)} <= set(transport.asked)
+    asked = [(start, stop) for name, start, stop in transport.asked if name == "anchor.safetensors"]
+    ahead = {(0, first), (first, 4 * first)}
+    assert ahead <= set(asked)
+    size = Path(url, "anchor.safetensors").stat().st_size  # where nobody tells it, what is behind is asked for, too
+    assert all(start >= min(4 * first, size) for start, _ in set(asked) - ahead)
     assert transport.sizes == (0 if tells_size or first == 1 << 20 else 2)
 
 

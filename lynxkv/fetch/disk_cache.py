@@ -86,7 +86,7 @@ class DiskCache:
             self._copies.append(copy)
         return copy
 
-    def write_later(self, copy: ShardCopy, start: int, data: bytearray, numbers: range) -> None:
+    def write_later(self, copy: ShardCopy, start: int, data: memoryview, numbers: range) -> None:
         """Have bytes written by the one thread that does that, unless too many wait for it already."""
         with self._lock:
             if self._pending + len(data) > PENDING_BYTES:
@@ -131,7 +131,7 @@ class DiskCache:
                 file.resize(size)
             return file
 
-    def _write(self, copy: ShardCopy, start: int, data: bytearray, numbers: range) -> None:
+    def _write(self, copy: ShardCopy, start: int, data: memoryview, numbers: range) -> None:
         try:
             copy.write(start, data, numbers)
         finally:
@@ -223,7 +223,7 @@ class ShardCopy:
             return self._file.read(at + start, at + stop)
         return b""
 
-    def keep(self, segments: Sequence[Segment], data: bytearray) -> None:
+    def keep(self, segments: Sequence[Segment], data: memoryview) -> None:
         """Write neighbouring segments that have passed their checks, and what came with them from between; soon, and if
         there is room for them. All are checked when they are read.
         """
@@ -231,7 +231,7 @@ class ShardCopy:
             start = self._header_bytes + segments[0].offset
             self._cache.write_later(self, start, data, self._run(segments))
 
-    def keep_head(self, data: bytearray) -> None:
+    def keep_head(self, data: memoryview) -> None:
         """Write the shard's head."""
         if not self._broken:
             self._cache.write_later(self, 0, data, range(0))
@@ -262,7 +262,7 @@ class ShardCopy:
         """The numbers of segments in file order, those between them included."""
         return range(self._numbers[segments[0].offset], self._numbers[segments[-1].offset] + 1)
 
-    def write(self, start: int, data: bytearray, numbers: range) -> None:
+    def write(self, start: int, data: memoryview, numbers: range) -> None:
         """Write bytes of the shard, then say that these segments are here, or its head if there are none."""
         if self._broken:
             return

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
-from lynxkv.fetch.ranges import Fetched
+from lynxkv.fetch.ranges import Arrival, Fetched
 from lynxkv.format.read import FIRST_READ_BYTES, ReadRange
 
 T = TypeVar("T")
@@ -16,25 +18,52 @@ Fetch = Callable[[int, int], Awaitable[Fetched]]
 
 
 class Front:
-    """The first bytes of a shard, in pieces that are all asked for at once.
+    """The first bytes of a shard, in pieces that are asked for at once, before anybody knows its layout.
 
-    The first piece usually brings header and index; the others keep the link busy while those are read. Where the
-    object ends, pieces are short or empty.
+    Header and index usually come with the first piece; the others keep link and server busy while those are read.
+
+    Args:
+        edges: where pieces start, and where the last one ends.
+        submit: asks for one piece of what an `Arrival` is to hold, between these two bytes.
     """
 
-    def __init__(self, pieces: Sequence[Future[Fetched]]) -> None:
-        self._pieces = pieces
-        self.stop = FIRST_READ_BYTES * len(pieces)
+    def __init__(self, edges: Sequence[int], submit: Callable[[Arrival, int, int], Future[None]]) -> None:
+        self.stop = edges[-1]
+        self._waiting: list[asyncio.Future[None]] = []
+        wake = partial(_wake, self._waiting)
+        self._arrival = Arrival(0, self.stop, wake)
+        self._jobs = [submit(self._arrival, *edge) for edge in itertools.pairwise(edges)]
+        for job in self._jobs:
+            job.add_done_callback(wake)
 
-    async def fetch(self, start: int, stop: int) -> Fetched:
-        """Bytes [start, stop) of the shard, `stop` being at most `self.stop`."""
-        data, size = bytearray(), None
-        for number in range(start // FIRST_READ_BYTES, -(-stop // FIRST_READ_BYTES)):
-            piece = await asyncio.wrap_future(self._pieces[number])
-            at = number * FIRST_READ_BYTES
-            data += memoryview(piece.data)[max(0, start - at) : stop - at]
-            size = piece.size if size is None else size
-        return Fetched(data=data, size=size)
+    async def copy_into(self, arrival: Arrival) -> None:
+        """Put what is here of the bytes that another arrival is to hold there, as it comes.
+
+        Raises:
+            As `RangeReader.fetch`.
+        """
+        at, stop = arrival.start, min(arrival.stop, self.stop)
+        while at < stop and (here := min(stop, await self._behind(at))) > at:
+            arrival.size = self._arrival.size
+            arrival.put(arrival.start, at, self._arrival.between(at, here))
+            at = here
+
+    async def _behind(self, at: int) -> int:
+        """Where the first byte is missing, as soon as it is not the one at `at`; `at` if the object ends there."""
+        while self._arrival.here <= at and not all(job.done() for job in self._jobs):
+            more = asyncio.get_running_loop().create_future()
+            self._waiting.append(more)
+            await more
+        if self._arrival.here <= at:
+            for job in self._jobs:
+                job.result()
+        return self._arrival.here
+
+
+def _wake(waiting: list[asyncio.Future[None]], _: object) -> None:
+    while waiting:
+        if not (future := waiting.pop()).done():
+            future.set_result(None)
 
 
 class _MoreError(Exception):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from lynxkv.errors import FetchError, LynxError
 from lynxkv.fetch.options import MAX_REQUEST_BYTES, FetchOptions
@@ -17,14 +19,58 @@ from lynxkv.store.transport import NO_RANGES_HINT, Transport
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
+# What a simulated link hands on at a time.
+LINK_PIECE_BYTES = 128 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fetched:
     """Bytes of a range, fewer than asked for only where the object ends; `size` of the object, if the store said so."""
 
-    data: bytearray
+    data: memoryview
     size: int | None
+
+
+class Arrival:
+    """The bytes [start, stop) of an object while they come in, in one or more parts. For the event loop alone, but for
+    reading bytes that are here.
+
+    Args:
+        told: called with this arrival whenever more is here; if it kept it, neither would be freed at once.
+
+    Attributes:
+        size: of the object, once the store has said so; None if it does not.
+    """
+
+    def __init__(self, start: int, stop: int, told: Callable[[Arrival], None] = lambda arrival: None) -> None:
+        self.start, self.stop = start, stop
+        self.size: int | None = None
+        self._told = told
+        self._buffer = np.empty(stop - start, np.uint8).data
+        self._ends = {start: start}  # of what is here of each part, by where the part starts
+
+    @property
+    def here(self) -> int:
+        """Where, in the object, the first byte is missing."""
+        at = self.start
+        while (end := self._ends.get(at, at)) > at:
+            at = end
+        return at
+
+    def between(self, start: int, stop: int) -> memoryview:
+        """Bytes [start, stop) of the object; not a copy."""
+        return self._buffer[start - self.start : stop - self.start]
+
+    def put(self, part: int, at: int, chunk: Any) -> None:
+        """Take the next bytes of the part that starts at `part`; `at` is where they start."""
+        end = at + len(chunk)
+        self._buffer[at - self.start : end - self.start] = chunk
+        self._ends[part] = end
+        self._told(self)
+
+    def fetched(self) -> Fetched:
+        """What has come."""
+        return Fetched(data=self.between(self.start, self.here), size=self.size)
 
 
 class RangeReader:
@@ -42,12 +88,19 @@ class RangeReader:
             CacheNotFoundError: there is no such object.
             FetchError: it cannot be read, or not in time.
         """
-        edges = [*range(start, stop, MAX_REQUEST_BYTES), stop]
-        parts = await _all(self._request(name, *edge) for edge in itertools.pairwise(edges))
-        data = parts[0].data if len(parts) == 1 else bytearray().join(part.data for part in parts)
-        if self.link is not None:
-            await asyncio.sleep(self.link.delay_s(len(data)))
-        return Fetched(data=data, size=parts[0].size)
+        arrival = Arrival(start, stop)
+        await self.fill(name, arrival, start, stop)
+        return arrival.fetched()
+
+    async def fill(self, name: str, arrival: Arrival, start: int, stop: int) -> None:
+        """Fetch the bytes [start, stop) of what `arrival` is to hold; errors as for `fetch`."""
+        if self.link is None:
+            await self._request_all(name, arrival, start, stop)
+            return
+        whole = Arrival(start, stop)
+        await self._request_all(name, whole, start, stop)
+        arrival.size = whole.size
+        await self._slowly(self.link, whole.fetched().data, arrival, start)
 
     async def size(self, name: str) -> int:
         """Size of an object in bytes.
@@ -65,40 +118,56 @@ class RangeReader:
                 failures += 1
                 await self._pause(error, failures)
 
-    async def _request(self, name: str, start: int, stop: int) -> Fetched:
+    async def _slowly(self, link: Link, data: memoryview, arrival: Arrival, start: int) -> None:
+        """Hand bytes on when a simulated link would have brought them."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + link.delay_s(len(data))
+        for at in range(0, len(data), LINK_PIECE_BYTES):
+            piece = data[at : at + LINK_PIECE_BYTES]
+            left_s = (len(data) - at - len(piece)) * 8 / link.bit_per_s
+            await asyncio.sleep(end - left_s - loop.time())
+            arrival.put(start, start + at, piece)
+        await asyncio.sleep(end - loop.time())
+
+    async def _request_all(self, name: str, arrival: Arrival, start: int, stop: int) -> None:
+        edges = [*range(start, stop, MAX_REQUEST_BYTES), stop]
+        if len(edges) == 2:
+            await self._request(name, arrival, *edges)
+        else:
+            await all_of(self._request(name, arrival, *edge) for edge in itertools.pairwise(edges))
+
+    async def _request(self, name: str, arrival: Arrival, start: int, stop: int) -> None:
         """One range; an interrupted answer is continued where it ended."""
-        data, size, filled, failures = bytearray(stop - start), None, 0, 0
+        at, failures = start, 0
         options = self.options
         loop = asyncio.get_running_loop()
         while True:
-            before = filled
+            before = at
             try:
                 with reading(self.url, name):
                     async with (
                         asyncio.timeout(self._limit(options.request_timeout_s)),
                         asyncio.timeout(options.stall_s) as stall,
-                        self.transport.get(name, start + filled, stop) as answer,
+                        self.transport.get(name, at, stop) as answer,
                     ):
-                        size = answer.size if size is None else size
+                        arrival.size = answer.size if arrival.size is None else arrival.size
                         async for chunk in answer.chunks:
                             stall.reschedule(loop.time() + options.stall_s)
-                            if filled + len(chunk) > len(data):
+                            if at + len(chunk) > stop:
                                 raise FetchError(
-                                    f"{self.url}/{name}: asked for {stop - start - before} bytes, got more",
+                                    f"{self.url}/{name}: asked for {stop - before} bytes, got more",
                                     hint=NO_RANGES_HINT,
                                 )
-                            data[filled : filled + len(chunk)] = chunk
-                            filled += len(chunk)
+                            arrival.put(start, at, chunk)
+                            at += len(chunk)
                 failures = 0
-                ended = filled == before  # where it should not, whoever reads the bytes misses them
+                ended = at == before  # where it should not, whoever reads the bytes misses them
             except FetchError as error:
-                failures = 1 if filled > before else failures + 1
+                failures = 1 if at > before else failures + 1
                 ended = False
                 failure = error
-            if filled == len(data):
-                return Fetched(data=data, size=size)
-            if ended or (size is not None and start + filled >= size):
-                return Fetched(data=data[:filled], size=size)
+            if at == stop or ended or (arrival.size is not None and at >= arrival.size):
+                return
             if failures:
                 await self._pause(failure, failures)
 
@@ -135,11 +204,11 @@ class RangeReader:
         await asyncio.sleep(pause)
 
 
-async def _all(requests: Iterable[Coroutine[Any, Any, Fetched]]) -> list[Fetched]:
-    """The answers to several requests; when one fails, the others are cancelled before that is told."""
+async def all_of(requests: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Several requests at once; when one fails, the others are cancelled before that is told."""
     tasks = [asyncio.create_task(request) for request in requests]
     try:
-        return await asyncio.gather(*tasks)
+        await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lynxkv.errors import InputError
+from lynxkv.fetch import options as tuned
 from lynxkv.fetch.chain import check_tokens, open_parent, wanted_parents
 from lynxkv.fetch.disk_cache import DiskCache
 from lynxkv.fetch.follow import Following
@@ -78,14 +79,15 @@ class CacheReader:
         try:
             if self.options.cache_dir is not None and not header_only:
                 self._disk = DiskCache(Path(self.options.cache_dir), self.options.cache_max_bytes)
+            spans_ahead = () if header_only else tuned.SPAN_EDGES
             if follow:
-                self._following = self._follow(tokens, ahead=not header_only)
+                self._following = self._follow(tokens, ahead=spans_ahead)
             else:
                 # Of a token prefix, what comes next is perhaps not wanted.
-                self._named = self._span(url, 0, ahead=not header_only and tokens is None)
+                self._named = self._span(url, 0, ahead=tuned.FRONT_EDGES if not header_only and tokens is None else ())
                 self._scheduler.submit(Lane.ANCHOR, self._named.open).result()
                 stop = check_tokens(self.header, tokens)
-                self._chain = (self._named,) if alone else self._open_chain(stop, ahead=not header_only)
+                self._chain = (self._named,) if alone else self._open_chain(stop, ahead=spans_ahead)
         except BaseException:
             self.close()
             raise
@@ -278,12 +280,12 @@ class CacheReader:
     ) -> None:
         self.close()
 
-    def _span(self, url: Url, number: int, *, ahead: bool) -> SpanReader:
+    def _span(self, url: Url, number: int, *, ahead: Sequence[int]) -> SpanReader:
         span = SpanReader(url, self._scheduler, self.options, self._link, disk=self._disk, ahead=ahead, number=number)
         self._opened.append(span)
         return span
 
-    def _open_chain(self, stop: int, *, ahead: bool) -> tuple[SpanReader, ...]:
+    def _open_chain(self, stop: int, *, ahead: Sequence[int]) -> tuple[SpanReader, ...]:
         """Open the caches that the named one continues, all at once, and cut the last one that is needed."""
         refs = wanted_parents(self.header, stop)
         if refs and not isinstance(self.options.transport, str) and not callable(self.options.transport):
@@ -304,7 +306,7 @@ class CacheReader:
         self._named.cut(stop)
         return (*parents, self._named)
 
-    def _follow(self, tokens: int | None, *, ahead: bool) -> Following:
+    def _follow(self, tokens: int | None, *, ahead: Sequence[int]) -> Following:
         if tokens is not None:
             raise InputError("the first tokens of a chain that is being written cannot be asked for", hint="follow all")
         if not isinstance(self.options.transport, str) and not callable(self.options.transport):
@@ -372,7 +374,7 @@ class CacheReader:
             self._anchors_known.append(Future())
         return self._anchors_known[batch]
 
-    def _submit(self, wanted: SegmentRange) -> Future[list[SegmentPayload]]:
+    def _submit(self, wanted: SegmentRange) -> list[Future[list[SegmentPayload]]]:
         spans = (*self.spans, self._head)
         return next(span for span in spans if span.number == wanted.span).submit_segments(wanted)
 

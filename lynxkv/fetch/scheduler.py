@@ -74,8 +74,11 @@ class Scheduler:
 
     async def compute(self, work: Callable[..., T], *arguments: Any) -> T:
         """Run a function on a worker thread, from inside a job."""
-        result: T = await self._loop.run_in_executor(self.workers, work, *arguments)
-        return result
+        return await asyncio.wrap_future(self.start(work, *arguments))
+
+    def start(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Have a function run on a worker thread."""
+        return self.workers.submit(work, *arguments)
 
     def give_way(self) -> None:
         """Called by a job that needs the network no more: the next one may start."""

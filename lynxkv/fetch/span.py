@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import groupby
@@ -22,12 +23,12 @@ from lynxkv.errors import (
 from lynxkv.fetch.disk_cache import DiskCache, ShardCopy
 from lynxkv.fetch.head import Front, read_head
 from lynxkv.fetch.options import FetchOptions
-from lynxkv.fetch.ranges import Fetched, RangeReader
+from lynxkv.fetch.ranges import Arrival, Fetched, RangeReader, all_of
 from lynxkv.fetch.scheduler import Lane, Scheduler
 from lynxkv.fetch.stream import SegmentPayload, SegmentRange, ranges
 from lynxkv.format.basis import Basis
 from lynxkv.format.document import ANCHOR_NAME
-from lynxkv.format.index import Segment
+from lynxkv.format.index import ZSTD, Segment
 from lynxkv.format.read import (
     FIRST_READ_BYTES,
     ReadRange,
@@ -42,10 +43,10 @@ from lynxkv.store.marks import ANCHOR_TOS, RESIDUAL_TOS
 from lynxkv.store.transport import Transport, transport_for
 
 T = TypeVar("T")
+Buffer = bytes | bytearray | memoryview
 
-# Pieces of FIRST_READ_BYTES that are asked for when a remote cache is opened, before its layout is known: on a link of
-# 200 Mbit/s and 20 ms they cover the round trip that would pass until the first segments can be asked for.
-AHEAD = 4
+# Segments of up to so many bytes that were stored as they are do not keep the range in memory that brought them.
+SMALL_BYTES = 32 << 10
 # Arrays that no decoding needs.
 _ASIDE = ("token_ids", "prefix", "logits")
 
@@ -69,7 +70,7 @@ class SpanReader:
         link: Link | None,
         *,
         disk: DiskCache | None,
-        ahead: bool,
+        ahead: Sequence[int],
         number: int = 0,
     ) -> None:
         first, second = (ANCHOR_TOS, RESIDUAL_TOS) if options.dscp else (None, None)
@@ -86,8 +87,7 @@ class SpanReader:
         elif second is not None:
             self._residual_ranges = self._reader_of(Store(url, tos=second), link)
         self.residual_problem: str | None = None
-        self._front = self._start_front(ANCHOR_NAME)
-        self._residual_front: Front | None = None
+        self._fronts = {ANCHOR_NAME: self._start_front(ANCHOR_NAME, ahead)}
         self._kept_head: ShardHead | None = None
         self._part: Span | None = None
         self._basis: Basis | None = None
@@ -100,7 +100,7 @@ class SpanReader:
             CacheNotFoundError, FetchError, FormatError: it is not there, cannot be read, or is damaged.
         """
         parse = partial(read_anchor_head, what=f"{self.url}/{ANCHOR_NAME}")
-        self.header, self.anchor_head = await self._read_head(ANCHOR_NAME, self._front, parse)
+        self.header, self.anchor_head = await self._read_head(ANCHOR_NAME, parse)
         if self.header.residual is not None:
             await self._residual_ranges.transport.keep(self.header.residual.name)
         copy = await self._scheduler.compute(self._copy, ANCHOR_NAME, self.anchor_head.header_sha256)
@@ -159,9 +159,11 @@ class SpanReader:
 
     def start_residual(self) -> None:
         """Ask for the first bytes of the Residual, unless its head is on disk."""
-        self._kept_head = self._kept_residual_head(self.residual_ref())
-        if self._kept_head is None and self._residual_front is None:
-            self._residual_front = self._start_front(self.residual_ref().name)
+        ref = self.residual_ref()
+        self._kept_head = self._kept_residual_head(ref)
+        if self._kept_head is None and ref.name not in self._fronts:
+            stop = ref.bytes - ref.exact_bytes  # what comes then is perhaps not wanted
+            self._fronts[ref.name] = self._start_front(ref.name, sorted({min(edge, stop) for edge in self._ahead}))
 
     async def residual_ranges(self, *, exact: bool) -> list[SegmentRange]:
         """Read the head of the Residual, and say what of it decoding needs, exact segments last and only if wanted.
@@ -196,7 +198,7 @@ class SpanReader:
 
         with self._noticing(name):
             try:
-                head = await self._read_head(name, self._residual_front, parse)
+                head = await self._read_head(name, parse)
             except CacheNotFoundError as error:
                 hint = "encode the cache again; if its Residual is elsewhere, say where"
                 where = self._residual_ranges.url
@@ -204,7 +206,7 @@ class SpanReader:
         copy = await self._scheduler.compute(self._copy, name, head.header_sha256)
         if copy is not None:
             copy.expect(head)
-            copy.keep_head(raw)
+            copy.keep_head(memoryview(raw))
         return head
 
     def ranges_of(
@@ -218,25 +220,26 @@ class SpanReader:
         concurrency = self._options.concurrency
         return list(ranges(segments, head.header_bytes, concurrency, kept, span=self.number, shard=name))
 
-    def submit_segments(self, wanted: SegmentRange) -> Future[list[SegmentPayload]]:
-        """Fetch a range, and check its segments."""
-        name = wanted.shard
-        copy = self._copies.get(name)
+    def submit_segments(self, wanted: SegmentRange) -> list[Future[list[SegmentPayload]]]:
+        """Fetch a range, and check the segments of each of its groups when they are in."""
+        what = f"{self.ranges_reader(wanted.shard).url}/{wanted.shard}"
+        offset = wanted.start - wanted.segments[0].offset
+        groups = [_Group(segments, offset, self.number, what) for segments in wanted.groups]
 
-        async def fetch_checked() -> list[SegmentPayload]:
-            if copy is not None and wanted.kept:
-                self._scheduler.give_way()
-                try:
-                    return await self._scheduler.compute(self._check_copy, copy, wanted)
-                except (ChecksumError, TruncatedError):
-                    copy.forget(wanted.segments)
-            with self._noticing(name):
-                payloads, data = await self._fetch_checked(wanted)
-            if copy is not None:
-                copy.keep(wanted.segments, data)
-            return payloads
+        async def fetch_checked() -> None:
+            wanted_still = [group.payloads.set_running_or_notify_cancel() for group in groups]
+            if not any(wanted_still):
+                return
+            with self._noticing(wanted.shard):
+                await self._take(wanted, groups)
 
-        return self._scheduler.submit(lane_of(name), fetch_checked)
+        def end(job: Future[None]) -> None:
+            if (error := job.exception()) is not None:
+                for group in groups:
+                    group.fail(error)
+
+        self._scheduler.submit(lane_of(wanted.shard), fetch_checked).add_done_callback(end)
+        return [group.payloads for group in groups]
 
     def submit_range(self, name: str, start: int, stop: int) -> Future[Fetched]:
         """Fetch bytes [start, stop) of a shard, unchecked."""
@@ -299,60 +302,89 @@ class SpanReader:
         tokens, loaded = self.header.tokens.count, self.part.stop - self.header.tokens.start
         return (ref.bytes - ref.exact_bytes) * loaded // tokens, ref.exact_bytes * loaded // tokens
 
-    def _start_front(self, name: str) -> Front:
+    def _start_front(self, name: str, ahead: Sequence[int]) -> Front:
         """Ask for the first bytes of a shard whose head is not known yet."""
         reader = self.ranges_reader(name)
-        ahead = reader.transport.is_remote and self._ahead
-        if ahead and self._disk is not None and self._disk.has(f"{reader.url}/{name}"):
-            ahead = False  # the head will show whether the copy on disk is of the same content; mostly it is
-        stop = (AHEAD if ahead else 1) * FIRST_READ_BYTES
-        return Front([self.submit_range(name, at, at + FIRST_READ_BYTES) for at in range(0, stop, FIRST_READ_BYTES)])
+        # The head will show whether a copy on disk is of the same content; mostly it is.
+        copied = self._disk is not None and self._disk.has(f"{reader.url}/{name}")
+        edges = ahead if ahead and reader.transport.is_remote and not copied else (0, FIRST_READ_BYTES)
 
-    async def _read_head(self, name: str, front: Front | None, parse: Callable[[ReadRange, int], T]) -> T:
+        def submit(arrival: Arrival, start: int, stop: int) -> Future[None]:
+            return self._scheduler.submit(lane_of(name), partial(reader.fill, name, arrival, start, stop))
+
+        return Front(edges, submit)
+
+    async def _read_head(self, name: str, parse: Callable[[ReadRange, int], T]) -> T:
         reader = self.ranges_reader(name)
         size = partial(reader.size, name)
         try:
-            return await read_head(partial(self._fetch, name, front), size, parse)
+            return await read_head(partial(self._fetch, name), size, parse)
         except FormatError:  # damaged on the way, perhaps
             return await read_head(partial(reader.fetch, name), size, parse)
 
-    async def _fetch(self, name: str, front: Front | None, start: int, stop: int) -> Fetched:
+    async def _fetch(self, name: str, start: int, stop: int) -> Fetched:
         """Bytes [start, stop) of a shard, those that have been asked for already from there."""
-        reader = self.ranges_reader(name)
-        if front is None or start >= front.stop:
-            return await reader.fetch(name, start, stop)
-        first = await front.fetch(start, min(stop, front.stop))
-        if stop <= front.stop or len(first.data) < front.stop - start:
-            return first
-        rest = await reader.fetch(name, front.stop, stop)
-        return Fetched(data=first.data + rest.data, size=first.size)
+        arrival = Arrival(start, stop)
+        await self._fill(name, arrival)
+        return arrival.fetched()
 
-    async def _fetch_checked(self, wanted: SegmentRange) -> tuple[list[SegmentPayload], bytearray]:
-        """What fails a check is fetched once more before giving up, and not from what came ahead."""
-        name = wanted.shard
-        front = self._front if name == ANCHOR_NAME else self._residual_front
-        try:
-            fetched = await self._fetch(name, front, wanted.start, wanted.stop)
-            self._scheduler.give_way()
-            return await self._scheduler.compute(self._check, wanted, fetched.data), fetched.data
-        except (ChecksumError, TruncatedError):
-            fetched = await self.ranges_reader(name).fetch(name, wanted.start, wanted.stop)
-            return await self._scheduler.compute(self._check, wanted, fetched.data), fetched.data
+    async def _fill(self, name: str, arrival: Arrival) -> None:
+        reader, front = self.ranges_reader(name), self._fronts.get(name)
+        if front is None or arrival.start >= front.stop:
+            await reader.fill(name, arrival, arrival.start, arrival.stop)
+        elif arrival.stop <= front.stop:
+            await front.copy_into(arrival)
+        else:
+            await all_of((front.copy_into(arrival), reader.fill(name, arrival, front.stop, arrival.stop)))
 
-    def _check_copy(self, copy: ShardCopy, wanted: SegmentRange) -> list[SegmentPayload]:
-        return self._check(wanted, copy.read(wanted.start, wanted.stop))
+    async def _take(self, wanted: SegmentRange, groups: Sequence[_Group]) -> None:
+        """Fetch and check the groups of a range, or read them from their copy on disk.
 
-    def _check(self, wanted: SegmentRange, fetched: bytes | bytearray) -> list[SegmentPayload]:
-        data, first = memoryview(fetched), wanted.segments[0].offset
-        what = f"{self.ranges_reader(wanted.shard).url}/{wanted.shard}"
-        return [
-            SegmentPayload(
-                segment=segment,
-                raw=open_segment(segment, data[segment.offset - first : segment.stop - first], what=what),
-                span=self.number,
-            )
-            for segment in wanted.segments
-        ]
+        What fails a check is fetched once more before giving up, and not from what came ahead.
+        """
+        copy = self._copies.get(wanted.shard)
+        if copy is not None and wanted.kept:
+            failed = await self._take_kept(groups, copy)
+        else:
+            failed = await self._take_arriving(wanted, groups, copy)
+        for group in failed:
+            data = (await self.ranges_reader(wanted.shard).fetch(wanted.shard, group.start, group.stop)).data
+            await self._scheduler.compute(group.check, data)
+            if copy is not None:
+                copy.keep(group.segments, data)
+
+    async def _take_kept(self, groups: Sequence[_Group], copy: ShardCopy) -> list[_Group]:
+        """Those whose copy is damaged are left over."""
+        self._scheduler.give_way()
+        failed = await _failed(groups, [self._scheduler.start(group.check_copy, copy) for group in groups])
+        for group in failed:
+            copy.forget(group.segments)
+        return failed
+
+    async def _take_arriving(
+        self, wanted: SegmentRange, groups: Sequence[_Group], copy: ShardCopy | None
+    ) -> list[_Group]:
+        """Each group is checked as soon as its last byte is in; those that are damaged or missing are left over."""
+        checks: list[Future[None]] = []
+
+        def look(arrival: Arrival) -> None:
+            here = arrival.here
+            for group in groups[len(checks) :]:
+                if group.stop > here:
+                    return
+                checks.append(self._scheduler.start(group.check, arrival.between(group.start, group.stop)))
+
+        arrival = Arrival(wanted.start, wanted.stop, look)
+        await self._fill(wanted.shard, arrival)
+        self._scheduler.give_way()
+        if wanted.shard in self._fronts and arrival.stop > self._fronts[wanted.shard].stop:
+            del self._fronts[wanted.shard]  # all before it have been asked for
+        failed = [*await _failed(groups, checks), *groups[len(checks) :]]
+        if copy is not None:
+            for group in groups:
+                if group not in failed:
+                    copy.keep(group.segments, arrival.between(group.start, group.stop))
+        return failed
 
     def _parse_residual(self, read: ReadRange, size: int) -> ShardHead:
         what = f"{self._residual_ranges.url}/{self.residual_ref().name}"
@@ -389,6 +421,61 @@ class SpanReader:
             if name != ANCHOR_NAME:
                 self.residual_problem = error.message
             raise
+
+
+class _Group:
+    """Neighbouring segments that are checked and handed on together; bytes [start, stop) of their object.
+
+    Args:
+        offset: where, in the object, their offsets count from.
+        number: of their span.
+        what: the object, for errors.
+    """
+
+    def __init__(self, segments: tuple[Segment, ...], offset: int, number: int, what: str) -> None:
+        self.segments = segments
+        self.start, self.stop = offset + segments[0].offset, offset + segments[-1].stop
+        self.payloads: Future[list[SegmentPayload]] = Future()
+        self._number, self._what = number, what
+
+    def check(self, data: Buffer) -> None:
+        """Hand on the segments in these bytes, if they are what the index says; on any thread.
+
+        Raises:
+            ChecksumError, TruncatedError, ContentError: they are not, and nobody has been told yet.
+        """
+        view, first = memoryview(data), self.segments[0].offset
+        payloads = []
+        for segment in self.segments:
+            raw = open_segment(segment, view[segment.offset - first : segment.stop - first], what=self._what)
+            if segment.compression != ZSTD and segment.stored_bytes <= SMALL_BYTES:
+                raw = raw.copy()
+            payloads.append(SegmentPayload(segment=segment, raw=raw, span=self._number))
+        with suppress(InvalidStateError):  # the reader was closed meanwhile
+            self.payloads.set_result(payloads)
+
+    def check_copy(self, copy: ShardCopy) -> None:
+        """The same for the bytes of a copy on disk."""
+        self.check(copy.read(self.start, self.stop))
+
+    def fail(self, error: BaseException) -> None:
+        """Say why the segments do not come, unless they have."""
+        if not self.payloads.done():
+            with suppress(InvalidStateError):
+                self.payloads.set_exception(error)
+
+
+async def _failed(groups: Iterable[_Group], checks: Iterable[Future[None]]) -> list[_Group]:
+    """Wait for checks of the first so many groups: those whose bytes are not what they should be."""
+    failed = []
+    for group, check in zip(groups, checks, strict=False):
+        try:
+            if not check.done():
+                await asyncio.wrap_future(check)
+            check.result()
+        except (ChecksumError, TruncatedError):
+            failed.append(group)
+    return failed
 
 
 def lane_of(name: str) -> Lane:

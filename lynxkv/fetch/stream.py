@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -42,10 +43,16 @@ class SegmentRange:
     segments: tuple[Segment, ...]
     kept: bool
 
-    @property
-    def memory_bytes(self) -> int:
-        """What it takes while in flight: a small frame may hold much."""
-        return sum(map(_memory_bytes, self.segments))
+    @cached_property
+    def groups(self) -> list[tuple[Segment, ...]]:
+        """Its segments, those together that are handed on together."""
+        groups, group = [], list[Segment]()
+        for segment in self.segments:
+            group.append(segment)
+            if segment.stop - group[0].offset >= options.GROUP_BYTES:
+                groups.append(tuple(group))
+                group = []
+        return [*groups, tuple(group)] if group else groups
 
 
 Wanted = Future[list[SegmentRange] | None]
@@ -61,7 +68,7 @@ class SegmentStream:
 
     Args:
         wanted: the ranges.
-        submit: asks for one.
+        submit: asks for one; its groups come one after the other.
         more: what comes after them, where a chain is still being written: called once they are known, and after each
             further batch; None if that was the last.
     """
@@ -69,16 +76,16 @@ class SegmentStream:
     def __init__(
         self,
         wanted: Wanted,
-        submit: Callable[[SegmentRange], Future[list[SegmentPayload]]],
+        submit: Callable[[SegmentRange], list[Future[list[SegmentPayload]]]],
         more: Callable[[], Wanted | None] = lambda: None,
     ) -> None:
         self._submit, self._more = submit, more
         self._wanted: Wanted | None = wanted
         self._waiting: deque[SegmentRange] = deque()
-        self._in_flight: deque[tuple[SegmentRange, Future[list[SegmentPayload]]]] = deque()
+        self._in_flight: deque[tuple[int, Future[list[SegmentPayload]]]] = deque()  # with what each may take
         self._window = 0
         self._lock = threading.Lock()
-        self._missing: int | None = None  # ranges that have not arrived; None until they are known
+        self._missing: int | None = None  # groups that have not arrived; None until they are known
         self._when_ready: list[Callable[[], None]] = []
         self.bytes_done = 0
         self.bytes_total: int | None = None
@@ -166,7 +173,7 @@ class SegmentStream:
             new = wanted or []
             self.bytes_total = (self.bytes_total or 0) + sum(s.stored_bytes for each in new for s in each.segments)
             with self._lock:
-                self._missing = (self._missing or 0) + len(new)
+                self._missing = (self._missing or 0) + sum(len(each.groups) for each in new)
             self._fill()
         if self._wanted is None and self._missing == 0:
             self._call_back()
@@ -177,10 +184,10 @@ class SegmentStream:
             if self._wanted is not None:
                 result_of(self._wanted)
             return []
-        done, future = self._in_flight[0]
+        memory_bytes, future = self._in_flight[0]
         payloads = result_of(future)
         self._in_flight.popleft()
-        self._window -= done.memory_bytes
+        self._window -= memory_bytes
         self.bytes_done += sum(item.segment.stored_bytes for item in payloads)
         self._fill()
         self._learn()
@@ -189,11 +196,13 @@ class SegmentStream:
     def _fill(self) -> None:
         while self._waiting and (self._window < options.WINDOW_BYTES or not self._in_flight):
             wanted = self._waiting[0]
-            future = self._submit(wanted)
+            futures = self._submit(wanted)
             self._waiting.popleft()
-            self._in_flight.append((wanted, future))
-            self._window += wanted.memory_bytes
-            future.add_done_callback(self._arrived)
+            for group, future in zip(wanted.groups, futures, strict=True):
+                memory_bytes = sum(map(_memory_bytes, group))
+                self._in_flight.append((memory_bytes, future))
+                self._window += memory_bytes
+                future.add_done_callback(self._arrived)
 
     def _arrived(self, future: Future[list[SegmentPayload]]) -> None:
         if future.cancelled() or future.exception() is not None:

@@ -34,6 +34,7 @@ from lynxkv.store.problems import is_past_end
 _CONTENT_RANGE = re.compile(r"bytes (?:\d+-\d+|\*)/(\d+)")
 # At most so many at once: what has arrived is handed on, and the loop goes round.
 CHUNK_BYTES = 256 << 10
+FILE_CHUNK_BYTES = 512 << 10
 NO_RANGES_HINT = "the server ignores Range requests; serve the cache from one that honours them"
 
 
@@ -205,9 +206,22 @@ class LocalTransport:
 
     @asynccontextmanager
     async def get(self, name: str, start: int, stop: int) -> AsyncIterator[Answer]:
-        """One chunk."""
+        """Chunks as they are read: the first ones can be worked on meanwhile, and none is held for long."""
         loop = asyncio.get_running_loop()
-        yield _whole(await loop.run_in_executor(self.workers, self._read, name, start, stop), start, stop)
+        end = min(stop, start + FILE_CHUNK_BYTES)
+        first = await loop.run_in_executor(self.workers, self._read, name, start, end)
+
+        async def chunks() -> AsyncIterator[bytes]:
+            chunk, at = first, start
+            while chunk:
+                yield chunk
+                at += len(chunk)
+                chunk = b""
+                if at < stop:
+                    end = min(stop, at + FILE_CHUNK_BYTES)
+                    chunk = await loop.run_in_executor(self.workers, self._read, name, at, end)
+
+        yield Answer(chunks=chunks(), size=_whole(first, start, end).size)
 
     async def size(self, name: str) -> int:
         """Of the open file."""
