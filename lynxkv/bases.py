@@ -138,10 +138,10 @@ def bases_beside(store: Store) -> Store:
 
 
 def publish_basis(basis: Basis, store: Store) -> None:
-    """Put a basis beside the cache at `store`, unless it is there.
+    """Put a basis beside the cache at `store`, unless it is there, undamaged.
 
     Raises:
-        StoreError: it cannot be written.
+        StoreError: it cannot be written, or what is there cannot be read.
     """
     beside, digest = bases_beside(store), basis.sha256
     shard = Shard(buffers=(basis.data,), bytes=len(basis.data), header_bytes=0, header_sha256=digest)

@@ -23,6 +23,10 @@ from lynxkv.store.uploads import unfinished
 # Objects that lynxkv writes, and those that killed writers leave behind. Nothing else is ever removed.
 _OWN = re.compile(r"anchor\.safetensors|residual-[0-9a-f]+\.safetensors")
 _LEFT_BEHIND = re.compile(r"\.(?:anchor\.safetensors|residual-[0-9a-f]+\.safetensors|probe)\.(?:[0-9a-f]{32}|claim)")
+# The same of bases, which lie beside caches. Bases themselves stay: others may name them.
+_BASIS = r"basis-[0-9a-f]{16}\.safetensors"
+_BASIS_UPLOAD = re.compile(_BASIS)
+_BASIS_LEFT_BEHIND = re.compile(rf"\.{_BASIS}\.(?:[0-9a-f]{{32}}|claim)")
 # Headers read at a time.
 READERS = 8
 GRACE_S = 3600.0
@@ -197,7 +201,8 @@ def prune(
         raise InputError("a limit is negative", hint="give bytes and seconds of at least 0")
     now, removed = now_s(), []
     caches: list[_Cache] = []
-    for where, objects in find_objects(url).items():
+    everything = _list_objects(url)
+    for where, objects in _of_caches(everything).items():
         anchor = next((item for item in objects if item.name == ANCHOR_NAME), None)
         loose = _unneeded(where, objects, anchor)
         # A Residual that is superseded became so when the Anchor was replaced.
@@ -208,6 +213,10 @@ def prune(
         if anchor is not None:
             kept = [item for item in objects if item not in old]
             caches.append(_Cache(url=where, modified_s=anchor.modified_s, objects=kept))
+    for where, objects in everything.items():
+        left = [item for item in objects if _BASIS_LEFT_BEHIND.fullmatch(item.name)]
+        if old := [item for item in left if _age(now, item.modified_s) > grace_s]:
+            removed.append(_remove(where, old, "needed by no cache", dry_run=dry_run))
     removed += _end_uploads(url, started_before_s=now - grace_s, dry_run=dry_run)
     if older_than_s is not None or max_bytes is not None:
         if any(cache.modified_s is None for cache in caches):
@@ -257,6 +266,11 @@ def find_objects(url: Url) -> dict[str, list[StoredObject]]:
         StoreError: it cannot be listed.
         InputError: no file system takes the URL.
     """
+    return _of_caches(_list_objects(url))
+
+
+def _list_objects(url: Url) -> dict[str, list[StoredObject]]:
+    """All objects at or below `url`, by the folder or prefix they lie in."""
     fs, base, url = file_system(url)
     fs.invalidate_cache(base)
     with reading(url, ""):
@@ -266,11 +280,19 @@ def find_objects(url: Url) -> dict[str, list[StoredObject]]:
     found: dict[str, list[StoredObject]] = {}
     for path, info in sorted(listing.items()):
         folder, _, name = path.rpartition("/")
-        if not folder.endswith(SUFFIX) or not (_OWN.fullmatch(name) or _LEFT_BEHIND.fullmatch(name)):
-            continue
         item = StoredObject(name=name, bytes=int(info["size"] or 0), modified_s=_modified(info))
         found.setdefault(url + folder.removeprefix(base), []).append(item)
     return found
+
+
+def _of_caches(listed: dict[str, list[StoredObject]]) -> dict[str, list[StoredObject]]:
+    """What lynxkv has written under the prefixes of caches."""
+    own = {
+        where: [item for item in objects if _OWN.fullmatch(item.name) or _LEFT_BEHIND.fullmatch(item.name)]
+        for where, objects in listed.items()
+        if where.endswith(SUFFIX)
+    }
+    return {where: objects for where, objects in own.items() if objects}
 
 
 def _end_uploads(url: Url, *, started_before_s: float, dry_run: bool) -> Iterator[Removed]:
@@ -279,7 +301,8 @@ def _end_uploads(url: Url, *, started_before_s: float, dry_run: bool) -> Iterato
     with writing(url):
         for item in unfinished(fs, base):
             folder, _, name = item.path.rpartition("/")
-            if item.started_s > started_before_s or not (_OWN.fullmatch(name) or _LEFT_BEHIND.fullmatch(name)):
+            ours = any(names.fullmatch(name) for names in (_OWN, _LEFT_BEHIND, _BASIS_UPLOAD))
+            if item.started_s > started_before_s or not ours:
                 continue
             taken = item.bytes(fs)
             if not dry_run:
@@ -351,7 +374,7 @@ def _try_header(url: str) -> tuple[CacheHeader | None, str | None]:
 
 def _remove(url: str, objects: Iterable[StoredObject], reason: str, *, dry_run: bool) -> Removed:
     """Remove objects, an Anchor before what it names."""
-    store = Store(url)
+    store = Store(url) if url.endswith(SUFFIX) else Store.of_folder(url)
     items = sorted(objects, key=lambda item: item.name != ANCHOR_NAME)
     if not dry_run:
         with writing(url):

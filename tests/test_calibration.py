@@ -244,6 +244,36 @@ def test_no_cache_loses_its_basis_to_pruning(tmp_path: Path) -> None:
     assert lynxkv.check(str(root / "2.lynx")).tokens == 300
 
 
+def test_a_damaged_basis_is_replaced_by_encoding_again(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    basis = basis_of(model)
+    lynxkv.encode(cache_of(model), str(tmp_path / "a.lynx"), codec="compact", basis=basis)
+    stored = tmp_path / basis.ref.name
+    stored.write_bytes(basis.data[:-1] + bytes([basis.data[-1] ^ 1]))
+    lynxkv.encode(cache_of(model, 2), str(tmp_path / "b.lynx"), codec="compact", basis=basis)
+    assert stored.read_bytes() == basis.data
+    written = stored.stat().st_mtime_ns
+    lynxkv.encode(cache_of(model, 3), str(tmp_path / "c.lynx"), codec="compact", basis=basis)
+    assert stored.stat().st_mtime_ns == written  # what is whole stays
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [basis.ref.name]
+
+
+@pytest.mark.parametrize("folder", ["store", "outer.lynx"])
+def test_what_killed_writers_left_of_a_basis_goes(folder: str, tmp_path: Path) -> None:
+    model, root = tiny_model("llama"), tmp_path / folder
+    basis = basis_of(model)
+    lynxkv.encode(cache_of(model), str(root / "a.lynx"), codec="compact", basis=basis)
+    left, other = root / f".{basis.ref.name}.{'0' * 32}", root / ".basis-notes.txt"
+    left.write_bytes(b"half")
+    other.write_bytes(b"not ours")
+    assert not prune(str(root)).removed  # its writer may be at work
+    (removed,) = prune(str(root), now_s=lambda: 1e11).removed
+    assert (removed.url, removed.objects, removed.bytes) == (str(root), (left.name,), 4)
+    assert other.exists()
+    assert not left.exists()
+    assert lynxkv.check(str(root / "a.lynx")).tokens == 300
+
+
 def test_readers_in_threads_load_the_same(tmp_path: Path) -> None:
     model = tiny_model("llama")
     url = str(tmp_path / "a.lynx")

@@ -194,14 +194,14 @@ class Store:
             self._writer.probe()
 
     def put(self, name: str, shard: Shard) -> None:
-        """Write one object, unless one of this name and size is there: names say what objects hold.
+        """Write one object, unless it is there already with these very bytes; one that is damaged is replaced at once.
 
         Raises:
-            StoreError: it cannot be written.
+            StoreError: it cannot be written, or what is there cannot be read.
         """
         self._check_path()
         with contextlib.suppress(CacheNotFoundError):
-            if self.size(name) == shard.bytes:
+            if self.size(name) == shard.bytes and self.read(name, 0, shard.bytes) == b"".join(shard.buffers):
                 return
         with writing(self.url):
             self._writer.put(name, shard.buffers, overwrite=True)
