@@ -164,7 +164,7 @@ def dequantize_fixed(
     rows = tokens * spec.heads
     if spec.head_dim % 8:
         for data, bits in ((codes, coding.anchor_bits), (low, low_bits)):
-            if not _padding_is_zero(data, rows, spec.head_dim, bits):
+            if bits and not _padding_is_zero(data, rows, spec.head_dim, bits):
                 raise ContentError("padding codes are not zero")
     scale, offset = (_Parameter.of(part[f"chunk_{name}"], name, tables) for name in _CHUNK_PARAMETERS)
     sigma, mean = _Parameter.plain(part["page_scale"]), _Parameter.plain(part["page_mean"])
