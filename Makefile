@@ -49,7 +49,7 @@ demo: install
 
 test: install
 	@echo "==> pytest"
-	@$(BIN)/pytest
+	@$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: install
 	@echo "==> ruff"

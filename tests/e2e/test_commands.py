@@ -111,7 +111,8 @@ class TestGenerate:
         assert result["text"] == answer(lynx(*ask))["text"].partition("Thornquist")[0]
 
     def test_sampling_follows_its_seed(self, lynx: Lynx, cache: str) -> None:
-        ask = ("generate", cache, "--prompt", QUESTION, "--max-new-tokens", 12, "--speculate", 4, "--json")
+        # With a draft the text also depends on when the Residual came.
+        ask = ("generate", cache, "--prompt", QUESTION, "--max-new-tokens", 12, "--speculate", "off", "--json")
         warm = (*ask, "--temperature", 1.5, "--top-p", 0.9, "--repetition-penalty", 1.1)
         texts = [answer(lynx(*warm, "--seed", seed))["text"] for seed in (1, 1, 2)]
         assert texts[0] == texts[1] != texts[2]
