@@ -29,7 +29,7 @@ from lynxkv.pace import Pace
 from lynxkv.prompt import Prompt, place
 from lynxkv.sampling import Sampling, draw, logprobs
 from lynxkv.text import GrowingText, TextStream
-from lynxkv.verify import accept
+from lynxkv.verify import accept, agreement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +257,8 @@ class _Batch:
             own = logits[number, longest - len(ids) :]
             outcome = accept(ids, row.draft.q, partial(_target_of, row, own), row.generator)
             self.cache.forget_last(number, len(ids) - outcome.accepted)
-            self.pace.verified("full", len(ids), outcome.accepted)
+            targets = (_target_of(row, own, count) for count in range(len(ids)))
+            self.pace.verified("full", len(ids), agreement(row.draft.q, targets))
             row.stand(ids[: outcome.accepted], own)
             row.drafted, row.accepted = len(ids), len(row.text.token_ids)
             if row.accepted < row.drafted:

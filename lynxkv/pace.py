@@ -7,6 +7,7 @@ decoding, if it and all before it pass.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ PRIOR: dict[Precision, tuple[float, float]] = {"full": (24.0, 1.0), "exact": (19
 # Share of the newest step in the running mean of step times.
 NEWEST = 0.3
 # A verification as bad as this, or worse, is this unlikely if the estimate is right. Shorter drafts say too little.
-SURPRISE = 0.05
+SURPRISE = 0.01
 LEAST_DRAFT = 8
 
 
@@ -47,10 +48,11 @@ class Pace:
             tokens, seconds = self._long_step
             self.row_s = min(max(0.0, seconds - self.token_s) / (tokens - 1), self.token_s)
 
-    def verified(self, target: Precision, drafted: int, accepted: int) -> None:
-        """A cache of this precision has accepted so many tokens of a draft."""
-        self._passed[target] += accepted
-        self._failed[target] += accepted < drafted
+    def verified(self, target: Precision, drafted: int, agreed: float) -> None:
+        """A cache of this precision agrees with so many tokens of a draft, each with those before it taken for granted:
+        `verify.agreement`."""
+        self._passed[target] += agreed
+        self._failed[target] += drafted - agreed
 
     def acceptance(self, target: Precision) -> float:
         """The probability that a token passes, if those before it do."""
@@ -80,10 +82,16 @@ class Pace:
         assert self.token_s is not None
         return self.token_s + (tokens - 1) * self.row_s if tokens else 0.0
 
-    def is_poor(self, target: Precision, drafted: int, accepted: int) -> bool:
-        """Whether a verification came out worse than the estimate before it makes likely."""
-        as_bad = 1 - self.acceptance(target) ** (accepted + 1)
-        return drafted >= LEAST_DRAFT and accepted < drafted and as_bad < SURPRISE
+    def is_poor(self, target: Precision, drafted: int, agreed: float) -> bool:
+        """Whether a verification (see `verified`) came out worse than the estimate before it makes likely."""
+        if drafted < LEAST_DRAFT:
+            return False
+        passes = self.acceptance(target)
+        as_bad = sum(
+            math.comb(drafted, count) * passes**count * (1 - passes) ** (drafted - count)
+            for count in range(round(agreed) + 1)
+        )
+        return as_bad < SURPRISE
 
 
 def _verified_s(begin_s: float, pass_s: float, left_s: float, tail_s: float) -> float:

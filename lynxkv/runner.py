@@ -48,7 +48,7 @@ from lynxkv.pace import Pace
 from lynxkv.prompt import place
 from lynxkv.sampling import Sampling, draw, logprobs
 from lynxkv.text import GrowingText, TextStream
-from lynxkv.verify import Acceptance, accept
+from lynxkv.verify import Acceptance, accept, agreement
 
 # What a draft is verified against, one after the other; the last is the target.
 STAGES: dict[Verify, tuple[Precision, ...]] = {"none": (), "full": ("full",), "exact": ("full", "exact")}
@@ -279,9 +279,9 @@ class _Run:
         Its distributions are those of this pass: whatever it was drawn from before, it now follows them.
         """
         drafted = self.draft.token_ids
-        outcome, p, _ = self._pass_over_draft(precision)
+        outcome, p, logits = self._pass_over_draft(precision)
         passed = drafted[: outcome.accepted]
-        self._learn(precision, len(drafted), outcome.accepted)
+        self._learn(precision, outcome.accepted, p, logits)
         if outcome.accepted < len(drafted) or not self.draft.ended(self.model.eos_token_ids):
             passed = [*passed, outcome.next_token][: self.max_draft_tokens]
         self._count(len(drafted), outcome.accepted)
@@ -294,9 +294,9 @@ class _Run:
     def verify_draft(self) -> None:
         """What passes the target stands. Without a draft this is the first step of plain decoding."""
         drafted, before = self.draft.token_ids, len(self.text.token_ids)
-        outcome, _, logits = self._pass_over_draft(self.target)
+        outcome, p, logits = self._pass_over_draft(self.target)
         self._stand(drafted[: outcome.accepted], logits)
-        self._learn(self.target, len(drafted), outcome.accepted)
+        self._learn(self.target, outcome.accepted, p, logits)
         self._count(len(drafted), len(self.text.token_ids) - before)
         if not self.text.stopped:
             self._stand([outcome.next_token], logits[outcome.accepted :])
@@ -394,14 +394,21 @@ class _Run:
         self.on_event(Span(track, self._now() - seconds, self._now(), len(token_ids)))
         return logits
 
-    def _learn(self, target: Precision, drafted: int, accepted: int) -> None:
-        """Keep how a draft has fared against `target`, and say so if it was badly."""
-        if target == "full" and self.pace.is_poor(target, drafted, accepted):
+    def _learn(self, target: Precision, accepted: int, p: Sequence[Tensor], logits: Tensor) -> None:
+        """Keep how a draft has fared against `target`, and say so if it was badly.
+
+        `p`, `logits`: as `_pass_over_draft` returned them.
+        """
+        token_ids = self.draft.token_ids
+        drafted = len(token_ids)
+        unasked = (self._target(logits, token_ids[:count]) for count in range(accepted + 1, drafted))
+        agreed = agreement(self.draft.q, [*p[:drafted], *unasked])
+        if target == "full" and self.pace.is_poor(target, drafted, agreed):
             self._note(
                 f"only {accepted} of {drafted} draft tokens passed: the Anchor is coarse for this text; "
                 "`lynxkv encode --codec quality` makes a finer one"
             )
-        self.pace.verified(target, drafted, accepted)
+        self.pace.verified(target, drafted, agreed)
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
@@ -426,13 +433,17 @@ class _Run:
         rows: list[Tensor] = []
 
         def p(count: int) -> Tensor:
-            rows.append(self.sampling.distribution(logits[count], self._history(drafted[:count])))
+            rows.append(self._target(logits, drafted[:count]))
             return rows[-1]
 
         outcome = accept(drafted, self.draft.q, p, self.generator)
         self._measure(logits=logits.nbytes + sum(row.nbytes for row in rows))
         self.cache.rollback(self.base + len(self.suffix_ids) + outcome.accepted)
         return outcome, rows, logits
+
+    def _target(self, logits: Tensor, token_ids: Sequence[int]) -> Tensor:
+        """The distribution after these draft tokens, from the logits of a pass over all of them."""
+        return self.sampling.distribution(logits[len(token_ids)], self._history(token_ids))
 
     def _count(self, drafted: int, accepted: int) -> None:
         """Keep the figures of a verification, and report what did not pass."""

@@ -7,7 +7,7 @@ exactly, whatever q was. For greedy decoding p and q are one-hot, and the rule i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +46,19 @@ def accept(
             continue
         return Acceptance(accepted=position, next_token=draw(_residual(target, drafted), generator))
     return Acceptance(accepted=len(token_ids), next_token=draw(p(len(token_ids)), generator))
+
+
+def agreement(q: Sequence[Tensor], p: Iterable[Tensor]) -> float:
+    """How many draft tokens a target is likely to accept, were each judged with those before it taken for granted.
+
+    A draft that fails early may be nearly right or wrong everywhere: `accept` cannot tell, and this can. A token drawn
+    from q is accepted with probability sum(min(p, q)).
+
+    Args:
+        q: for each draft token, the distribution [V] that it was drawn from.
+        p: for each, the target distribution [V] after the draft before it.
+    """
+    return sum(float(torch.minimum(target, drafted).sum()) for target, drafted in zip(p, q, strict=True))
 
 
 def _residual(p: Tensor, q: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from lynxkv import verify
 from lynxkv.sampling import Sampling, draw
 from lynxkv.testing.statistics import chi_square_z
-from lynxkv.verify import accept
+from lynxkv.verify import accept, agreement
 
 VOCAB, LENGTH, TEXTS = 12, 3, 8000
 Z = 4.0
@@ -149,3 +149,15 @@ def test_target_is_asked_only_as_far_as_needed() -> None:
 def test_an_empty_draft_gives_one_token_of_the_target() -> None:
     outcome = accept([], [], lambda n: one_hot(6), torch.Generator())
     assert (outcome.accepted, outcome.next_token) == (0, 6)
+
+
+def test_agreement_counts_what_each_position_would_accept() -> None:
+    one, other = torch.eye(VOCAB)[3], torch.eye(VOCAB)[4]
+    # Greedy: a draft that fails at once, and is right everywhere else.
+    assert agreement([one, one, other, one], [other, one, other, one]) == 3
+    assert agreement([], []) == 0
+    p, q = chain(1, SAMPLINGS["plain"])(PROMPT), chain(1, SAMPLINGS["plain"], noise=1.0)(PROMPT)
+    generator = torch.Generator().manual_seed(2)
+    accepted = sum(accept([draw(q, generator)], [q], lambda count: p, generator).accepted for _ in range(4000))
+    assert accepted / 4000 == pytest.approx(agreement([q], [p]), abs=0.03)
+    assert 0.3 < agreement([q], [p]) < 0.95

@@ -111,8 +111,8 @@ class CacheSystem:
         self.url, self.sizes = report.url, (total if waits_for_all else report.bytes_anchor, total)
 
     def recall(self, timing: Timing) -> None:
-        """Learn from an answer of an earlier run what it taught then."""
-        self.pace.verified("full", timing.drafted, timing.accepted)
+        """Learn from an answer of an earlier run: of its draft, what was accepted and the token that was not."""
+        self.pace.verified("full", min(timing.drafted, timing.accepted + 1), timing.accepted)
 
     def answer(self, suffix_ids: Sequence[int], tokens: int, link: Link | None, *, check: bool) -> Timing:
         """Open, fetch, draft, verify, decode on."""
