@@ -107,3 +107,14 @@ def test_draws_follow_the_distribution_and_nothing_else() -> None:
     counts = Counter(draw(p, generator) for _ in range(20_000))
     assert set(counts) == {1, 3, 4, 5}
     assert chi_square_z(counts, dict(enumerate(p.tolist()))) < 4
+
+
+@pytest.mark.parametrize("u", [0.0, 1 - 2.0**-53])
+def test_what_is_drawn_can_be_drawn(u: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At both ends of the numbers that are drawn, whatever the last sum rounds to."""
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor(u, dtype=torch.float64))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        p = torch.softmax(torch.randn(50, generator=generator), 0)
+        p[[0, 1, 48, 49]] = 0
+        assert p[draw(p / p.sum(), generator)] > 0

@@ -159,11 +159,20 @@ def _running(
         process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, **environment})
     try:
         waiting = [*within, sys.executable, "-c", _WAIT, server.url, str(START_S)]
-        waited = subprocess.run(
-            waiting, check=False, capture_output=True, env={**os.environ, **server.environment}, text=True
-        )
-        if waited.returncode or process.poll() is not None:
-            said = log.read_text("utf-8", "replace")[-400:] + waited.stdout[-400:]
+        try:
+            waited = subprocess.run(
+                waiting,
+                check=False,
+                capture_output=True,
+                env={**os.environ, **server.environment},
+                text=True,
+                timeout=2 * START_S,
+            )
+            answered, said = waited.returncode == 0, waited.stdout
+        except subprocess.TimeoutExpired:  # it takes a question and does not answer
+            answered, said = False, ""
+        if not answered or process.poll() is not None:
+            said = log.read_text("utf-8", "replace")[-400:] + said[-400:]
             raise StoreError(f"{command[len(within)]} did not start: {said}")
         yield
     finally:
