@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
+from queue import Empty, SimpleQueue
+from typing import Generic, TypeVar
 
 import torch
 
@@ -47,37 +48,87 @@ def torch_alone() -> Iterator[None]:
         torch.set_num_threads(_threads_before)
 
 
+class _Task(Generic[T, R]):
+    """One item, and what became of it."""
+
+    __slots__ = ("ended", "error", "item", "result")
+
+    def __init__(self, item: T) -> None:
+        self.item = item
+        self.ended = False
+        self.error: BaseException | None = None
+
+    def run(self, work: Callable[[T], R]) -> None:
+        try:
+            self.result: R = work(self.item)
+        except BaseException as error:
+            self.error = error
+        self.ended = True
+
+    def outcome(self) -> R:
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+
 def map_ordered(work: Callable[[T], R], items: Iterable[T], *, threads: int) -> Iterator[R]:
     """`map(work, items)` on up to `threads` threads, with at most twice as many items taken and not handed out.
 
-    Items are taken by the calling thread, one after the other. What is raised is what would be without threads: the
-    error that comes first in the order of the items, be it from `work` or from `items`. No work goes on after that.
+    The calling thread is one of them: it takes the items, one after the other, and works where others have enough to
+    do. One that only handed out would take the processor from a worker for every item. What is raised is what would be
+    without threads: the error that comes first in the order of the items, be it from `work` or from `items`. No work
+    goes on after that.
     """
     if threads == 1:
         yield from map(work, items)
         return
-    source = iter(items)
-    waiting: deque[Future[R]] = deque()
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="lynxkv-work")
+    todo: SimpleQueue[_Task[T, R] | None] = SimpleQueue()
+    news: SimpleQueue[None] = SimpleQueue()
+
+    def help_out() -> None:
+        while (task := todo.get()) is not None:
+            task.run(work)
+            news.put(None)
+
+    helpers: list[threading.Thread] = []
+    waiting: deque[_Task[T, R]] = deque()
+    source, more, failure = iter(items), True, None
     try:
-        failure: Exception | None = None
-        while True:
-            try:
-                item = next(source)
-            except StopIteration:
-                break
-            except Exception as error:  # raised below, once earlier items had their turn to fail
-                failure = error
-                break
-            waiting.append(pool.submit(work, item))
-            if len(waiting) == 2 * threads:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        while more or waiting:
+            if waiting and waiting[0].ended:
+                yield waiting.popleft().outcome()
+            elif more and len(waiting) < 2 * threads:
+                try:
+                    task = _Task[T, R](next(source))
+                except StopIteration:
+                    more = False
+                    continue
+                except Exception as error:  # raised below, once earlier items had their turn to fail
+                    more, failure = False, error
+                    continue
+                waiting.append(task)
+                todo.put(task)
+                if len(helpers) < min(threads, len(waiting)) - 1:
+                    helpers.append(threading.Thread(target=help_out, name="lynxkv-work", daemon=True))
+                    helpers[-1].start()
+            else:
+                try:
+                    own = todo.get_nowait()
+                except Empty:
+                    news.get()
+                    continue
+                assert own is not None
+                own.run(work)
         if failure is not None:
             raise failure
     finally:
-        pool.shutdown(cancel_futures=True)
+        with contextlib.suppress(Empty):
+            while True:
+                todo.get_nowait()
+        for _ in helpers:
+            todo.put(None)
+        for helper in helpers:
+            helper.join()
 
 
 def _forget() -> None:
@@ -86,4 +137,5 @@ def _forget() -> None:
     _lock, _sharing = threading.Lock(), 0
 
 
-os.register_at_fork(after_in_child=_forget)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget)

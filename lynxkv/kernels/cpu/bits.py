@@ -19,6 +19,7 @@ from numba.core import types
 from numba.extending import intrinsic, overload
 
 from lynxkv.kernels.cpu.lanes import LANES, Lanes, constant, load, shaped, store
+from lynxkv.packing import SYMBOL_ESCAPE, SYMBOL_ZERO
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -175,6 +176,18 @@ def _refined(_context: Any, symbol: Any, _digit: Any, _factor: Any, _bias: Any) 
 
 
 refined_index: Any = intrinsic(_refined)
+
+
+def _symbol(builder: Any, index: Any) -> Any:
+    """index + 127, or the escape beyond."""
+    magnitude = _as(_F32, builder, _split(builder, index)[0])
+    fits = builder.fcmp_ordered("<=", magnitude, constant(index.type, float(SYMBOL_ZERO)))
+    shifted = builder.fadd(index, constant(index.type, float(SYMBOL_ZERO)))
+    symbol = builder.select(fits, shifted, constant(index.type, float(SYMBOL_ESCAPE)))
+    return builder.trunc(builder.fptosi(symbol, shaped(_I32, index.type)), shaped(ir.IntType(8), index.type))
+
+
+symbol_of = _unary(types.float32, types.uint8, _symbol)
 
 
 def _code(_context: Any, entry: Any, value: Any) -> Any:

@@ -13,45 +13,41 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from lynxkv.kernels.cpu.bits import helper, jit, load_rows, wide_vectors
+from lynxkv.kernels.cpu.bits import helper, jit, load_rows, symbol_of, wide_vectors, widened
+from lynxkv.kernels.cpu.lanes import LANES, load, minimum, rint, spread, store, u8_of_u32, u32_of_f32
 from lynxkv.kernels.cpu.memory import U8, read_only, source
 from lynxkv.kernels.cpu.packing import clear, pack_rows
 from lynxkv.kernels.cpu.threads import run_split
 from lynxkv.kernels.cpu.turn import tile_to_rows
 from lynxkv.kernels.tables import EntropyTables
 from lynxkv.layout import ESCAPE_BYTES, EntropyCoding, TensorSpec
-from lynxkv.packing import SYMBOL_ESCAPE, SYMBOL_ZERO, radix_group
+from lynxkv.packing import SYMBOL_ESCAPE, radix_group
 
-TILE_TOKENS = 64
+TILE_TOKENS = 128
 _SCAN = 4096
 
 
 @helper
-def _symbols(values: Any, padded: int, mean: Any, step: Any, tile: Any) -> None:
-    """Symbols of values [n, padded], and y in their place."""
+def _code_rows(
+    x: Any, at: int, token_stride: int, kind: int, count: int, mean: Any, step: Any, radix: int, symbols: Any, low: Any
+) -> None:
+    """`count` rows of x, u16 or f32, to symbols, and to digits where the radix is above 1: tiles u8 [count, padded].
+
+    No y - q + 0.5 is negative, so cutting off the fraction is the floor.
+    """
     wide_vectors()
     dim = len(mean)
-    for i in range(len(values) // padded):
-        v = values[i * padded : i * padded + dim]
-        symbols = tile[i * padded : i * padded + dim]
-        for d in range(dim):
-            y = (v[d] - mean[d]) / step
-            q = np.rint(y)
-            v[d] = y
-            fits = np.abs(q) <= np.float32(SYMBOL_ZERO)
-            symbols[d] = np.uint8(np.int32(q + np.float32(SYMBOL_ZERO) if fits else np.float32(SYMBOL_ESCAPE)))
-
-
-@helper
-def _digits(values: Any, radix: Any, tile: Any) -> None:
-    """Digits of y: none is negative, so cutting off the fraction is the floor."""
-    wide_vectors()
-    top = np.int32(radix - 1)
-    scale = np.float32(radix)
-    for i in range(len(values)):
-        y = values[i]
-        digit = np.int32((y - np.rint(y) + np.float32(0.5)) * scale)
-        tile[i] = np.uint8(min(digit, top))
+    padded = -(-dim // LANES) * LANES
+    steps, half, scale = spread(step), spread(np.float32(0.5)), spread(np.float32(radix))
+    top = spread(np.uint32(radix - 1))
+    for i in range(count):
+        for d in range(0, dim, LANES):
+            y = (widened(x, at + i * token_stride + d, dim - d, kind) - load(mean, d, dim - d)) / steps
+            q = rint(y)
+            store(symbols, i * padded + d, symbol_of(q), LANES)
+            if radix > 1:
+                digit = minimum(u32_of_f32((y - q + half) * scale), top)
+                store(low, i * padded + d, u8_of_u32(digit), LANES)
 
 
 @jit
@@ -73,22 +69,19 @@ def _encode_tiles(
     digits: Any,
 ) -> None:
     """Tokens [start, stop) of all channels; digits [N, stride] only where the radix is above 1."""
-    wide_vectors()
-    padded = -(-dim // 8) * 8
-    tile = np.zeros(TILE_TOKENS * padded, np.uint8)
-    values = np.zeros(len(tile), np.float32)
+    padded = -(-dim // LANES) * LANES
+    tile, low = np.zeros(TILE_TOKENS * padded, np.uint8), np.zeros(TILE_TOKENS * padded, np.uint8)
     stride = len(digits) // len(row_of)
     for first in range(start, stop, TILE_TOKENS):
         count = min(TILE_TOKENS, stop - first)
-        part = values[: count * padded]
         for head in range(heads):
             rows = row_of[head * dim : head * dim + dim]
-            load_rows(x, head * head_stride + first * token_stride, 0, token_stride, 1, dim, part, kind)
-            _symbols(part, padded, mean[head * dim : head * dim + dim], step, tile)
+            means = mean[head * dim : head * dim + dim]
+            at = head * head_stride + first * token_stride
+            _code_rows(x, at, token_stride, kind, count, means, step, radix, tile, low)
             tile_to_rows(tile, padded, symbols, rows, tokens, first, count)
             if radix > 1:
-                _digits(part, radix, tile)
-                tile_to_rows(tile, padded, digits, rows, stride, first, count)
+                tile_to_rows(low, padded, digits, rows, stride, first, count)
 
 
 @jit

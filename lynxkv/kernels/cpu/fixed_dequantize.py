@@ -53,6 +53,17 @@ def _chunk_rows(as_f32: Any, as_u8: Any, table: Any, first: int, count: int, par
 
 
 @helper
+def _token_parameters(as_f32: Any, as_u8: Any, table: Any, token: int, chunk_tokens: int, parameter: Any) -> None:
+    """The parameters of the chunks that the tokens from `token` on are in: stored ones, f32 or indices."""
+    chunk, left = token // chunk_tokens, chunk_tokens - token % chunk_tokens
+    for i in range(len(parameter)):
+        parameter[i] = table[as_u8[chunk]] if len(table) else as_f32[chunk]
+        left -= 1
+        if left == 0:
+            chunk, left = chunk + 1, chunk_tokens
+
+
+@helper
 def _fold_page(scale: Any, offset: Any, page_scale: Any, page_mean: Any) -> None:
     for x in range(len(page_scale)):
         scale[x] *= page_scale[x]
@@ -107,11 +118,10 @@ def _decode_blocks(
     while token < stop:
         end = min(token + block_tokens, stop)
         if a_token:
-            for i in range(end - token):
-                chunk = (token + i) // chunk_tokens
-                _chunk_rows(scale_f32, scale_u8, scale_table, chunk, 1, scale[i : i + 1])
-                if has_offset:
-                    _chunk_rows(offset_f32, offset_u8, offset_table, chunk, 1, offset[i : i + 1])
+            own_scale, own_offset = scale[: end - token], offset[: end - token]
+            _token_parameters(scale_f32, scale_u8, scale_table, token, chunk_tokens, own_scale)
+            if has_offset:
+                _token_parameters(offset_f32, offset_u8, offset_table, token, chunk_tokens, own_offset)
         else:
             chunk = token // chunk_tokens
             end = min(end, (chunk + 1) * chunk_tokens)
@@ -212,13 +222,12 @@ def _look_up(table: F32) -> tuple[F32, tuple[np.float32, np.float32], int]:
     """The table, (slope, base), and how codes become values: the arithmetic only where it gives every value exactly."""
     book = np.zeros(max(LANES, table.size), np.float32)
     book[: table.size] = table
-    if table.size <= LANES:
-        return read_only(book), (book[0], book[0]), PERMUTED
     with np.errstate(over="ignore", invalid="ignore"):  # of hostile tables
         # One rounding for the product and one for the sum, as in the kernel.
-        slope, base = book[1] - book[0], book[0]
+        slope, base = table[1] - table[0], table[0]
         even = np.arange(table.size, dtype=np.float32) * slope + base
-    return read_only(book), (slope, base), EVEN if even.tobytes() == book.tobytes() else GATHERED
+    how = EVEN if even.tobytes() == table.tobytes() else PERMUTED if table.size <= LANES else GATHERED
+    return read_only(book), (slope, base), how
 
 
 def _parts(anchor: U8, coding: FixedCoding, spec: TensorSpec, tokens: int) -> dict[str, U8]:

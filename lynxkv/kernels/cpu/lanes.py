@@ -1,4 +1,4 @@
-"""Sixteen values side by side, which kernels handle as one: f32, or integers of 8, 16 or 32 bits.
+"""Sixteen values side by side, which kernels handle as one: f32, f64, or integers of 8, 16 or 32 bits.
 
 LLVM makes vectors of loops by itself, but rows are 64 to 256 values long here, and what it puts around such a loop
 (checks that arrays do not overlap, a rest of scalars) takes longer than the loop. These are LLVM's own vectors: every
@@ -25,6 +25,7 @@ LANES = 16
 _I1, _I32 = ir.IntType(1), ir.IntType(32)
 _SCALARS = {
     types.float32: ir.FloatType(),
+    types.float64: ir.DoubleType(),
     types.uint8: ir.IntType(8),
     types.uint16: ir.IntType(16),
     types.int32: _I32,
@@ -80,7 +81,12 @@ def _unknown(builder: Any, count: Any) -> Any:
 
 
 def _suffix(vector: Any) -> str:
-    return f"v{LANES}f32" if isinstance(vector.element, ir.FloatType) else f"v{LANES}i{vector.element.width}"
+    name = {"float": "f32", "double": "f64"}.get(str(vector.element)) or str(vector.element)
+    return f"v{LANES}{name}"
+
+
+def _is_float(vector: Any) -> bool:
+    return isinstance(vector.element, ir.FloatType | ir.DoubleType)
 
 
 def _load(_context: Any, array: Any, _index: Any, _count: Any) -> Any:
@@ -167,7 +173,7 @@ def _operator(symbol: Any, build: Callable[[Any, Any, Any], Any]) -> None:
 
 def _by_kind(integers: str, floats: str) -> Callable[[Any, Any, Any], Any]:
     def build(builder: Any, a: Any, b: Any) -> Any:
-        return getattr(builder, floats if isinstance(a.type.element, ir.FloatType) else integers)(a, b)
+        return getattr(builder, floats if _is_float(a.type) else integers)(a, b)
 
     return build
 
@@ -210,7 +216,7 @@ def _pairwise(build: Callable[[Any, Any, Any], Any], result: Any = None) -> Any:
 
 def _extreme(order: str) -> Callable[..., Any]:
     def build(builder: Any, a: Any, b: Any) -> Any:
-        compare = builder.fcmp_ordered if isinstance(a.type.element, ir.FloatType) else builder.icmp_unsigned
+        compare = builder.fcmp_ordered if _is_float(a.type) else builder.icmp_unsigned
         return builder.select(compare(order, a, b), a, b)
 
     return build
@@ -226,8 +232,11 @@ def _where_positive(builder: Any, a: Any, b: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", b, zero), a, zero)
 
 
-def _floor(builder: Any, a: Any) -> Any:
-    return builder.call(_function(builder, f"llvm.floor.{_suffix(a.type)}", a.type, [a.type]), [a])
+def _rounding(name: str) -> Callable[[Any, Any], Any]:
+    def build(builder: Any, a: Any) -> Any:
+        return builder.call(_function(builder, f"llvm.{name}.{_suffix(a.type)}", a.type, [a.type]), [a])
+
+    return build
 
 
 def _count_below(builder: Any, a: Any, b: Any) -> Any:
@@ -236,6 +245,14 @@ def _count_below(builder: Any, a: Any, b: Any) -> Any:
 
 def _f32_of_u8(builder: Any, a: Any) -> Any:
     return builder.uitofp(a, shaped(ir.FloatType(), a.type))
+
+
+def _f64_of_f32(builder: Any, a: Any) -> Any:
+    return builder.fpext(a, shaped(ir.DoubleType(), a.type))
+
+
+def _f32_of_f64(builder: Any, a: Any) -> Any:
+    return builder.fptrunc(a, shaped(ir.FloatType(), a.type))
 
 
 def _u32_of_f32(builder: Any, a: Any) -> Any:
@@ -251,10 +268,14 @@ minimum: Any = _pairwise(_extreme("<"))
 magnitude: Any = _lanewise(_magnitude)
 where_positive: Any = _pairwise(_where_positive)
 """a where b is above zero, elsewhere zero."""
-floor: Any = _lanewise(_floor)
+floor: Any = _lanewise(_rounding("floor"))
+rint: Any = _lanewise(_rounding("rint"))
+"""To the nearest integer, ties to even."""
 is_below: Any = _pairwise(_count_below, types.uint32)
 """1 where a < b, elsewhere 0."""
 f32_of_u8: Any = _lanewise(_f32_of_u8, types.float32)
+f64_of_f32: Any = _lanewise(_f64_of_f32, types.float64)
+f32_of_f64: Any = _lanewise(_f32_of_f64, types.float32)
 u32_of_f32: Any = _lanewise(_u32_of_f32, types.uint32)
 u8_of_u32: Any = _lanewise(_u8_of_u32, types.uint8)
 
@@ -269,13 +290,46 @@ def _picked(builder: Any, numbers: Any, take: Callable[[Any], Any], element: Any
     return out
 
 
-def _permute(builder: Any, entries: Any, numbers: Any) -> Any:
-    return _picked(builder, numbers, lambda number: builder.extract_element(entries, number), entries.type.element)
+def _permute(_context: Any, entries: Any, numbers: Any) -> Any:
+    """entries[numbers] for numbers below `LANES`, f32.
+
+    LLVM makes it one permutation of a register where one holds all entries, and value by value it is five times as
+    slow. A processor with AVX2 alone permutes half of them at a time, which it has to be told.
+    """
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        _, _, features = context.codegen().magic_tuple()
+        if "+avx2" in features.split(",") and "+avx512f" not in features.split(","):
+            return _permute_halves(builder, *arguments)
+        entries, numbers = arguments
+        return _picked(
+            builder, numbers, lambda number: builder.extract_element(entries, number), entries.type.element
+        )
+
+    return entries(entries, numbers), generate
 
 
-permuted: Any = _pairwise(_permute)
-"""entries[numbers] for numbers below `LANES`: LLVM makes it one permutation of a register where there is one, and loads
-value by value elsewhere."""
+def _permute_halves(builder: Any, entries: Any, numbers: Any) -> Any:
+    wide = builder.zext(numbers, shaped(_I32, numbers.type))
+    floats, integers = ir.VectorType(ir.FloatType(), LANES // 2), ir.VectorType(_I32, LANES // 2)
+    permute = _function(builder, "llvm.x86.avx2.permps", floats, [floats, integers])
+
+    def lanes(vector: Any, first: int, count: int) -> Any:
+        numbers = list(range(first, first + count))
+        return builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(_I32, count), numbers))
+
+    lower, upper = lanes(entries, 0, LANES // 2), lanes(entries, LANES // 2, LANES // 2)
+    found = []
+    for first in (0, LANES // 2):
+        own = lanes(wide, first, LANES // 2)
+        is_lower = builder.icmp_unsigned("<", own, constant(integers, LANES // 2))
+        low, high = builder.call(permute, [lower, own]), builder.call(permute, [upper, own])
+        found.append(builder.select(is_lower, low, high))
+    both = ir.Constant(ir.VectorType(_I32, LANES), list(range(LANES)))
+    return builder.shuffle_vector(*found, both)
+
+
+permuted: Any = intrinsic(_permute)
 
 
 def _gather(_context: Any, array: Any, numbers: Any) -> Any:

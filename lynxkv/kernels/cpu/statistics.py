@@ -7,31 +7,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from lynxkv.kernels.cpu.bits import bf16_of, f32_of_bf16, helper, jit, load_rows, wide_vectors
+from lynxkv.kernels.cpu.bits import bf16_of, f32_of_bf16, jit, wide_vectors, widened
+from lynxkv.kernels.cpu.lanes import LANES, f32_of_f64, f64_of_f32, load, maximum, minimum, spread, store
 from lynxkv.kernels.cpu.memory import source
 from lynxkv.kernels.cpu.threads import run_split
 from lynxkv.kernels.tables import ChannelStatistics
 
+# Still in the first-level cache when it is read again.
 _BLOCK_TOKENS = 32
-
-
-@helper
-def _add(values: Any, width: int, sums: Any) -> None:
-    for i in range(len(values) // width):
-        row = values[i * width : (i + 1) * width]
-        for x in range(width):
-            sums[x] += np.float64(row[x])
-
-
-@helper
-def _add_squares(values: Any, width: int, mean: Any, rounded: Any, squares: Any, peaks: Any) -> None:
-    for i in range(len(values) // width):
-        row = values[i * width : (i + 1) * width]
-        for x in range(width):
-            centred = np.float64(row[x] - mean[x])
-            squares[x] += centred * centred
-        for x in range(width):
-            peaks[x] = max(peaks[x], abs(row[x] - rounded[x]))
 
 
 @jit
@@ -48,29 +31,45 @@ def _statistics(
     variances: Any,
     peaks: Any,
 ) -> None:
-    """Heads [start, stop), each read twice, in blocks: sums in f64, so that no square overflows."""
+    """Heads [start, stop), in blocks, each read twice: for its mean, then for the squares about that.
+
+    Blocks are put together as in Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing
+    Sample Variances" (1979). Sums are in f64, so that no square overflows.
+    """
     wide_vectors()
-    padded = -(-dim // 8) * 8
-    values = np.zeros(_BLOCK_TOKENS * padded, np.float32)
+    room = dim + LANES
     for head in range(start, stop):
-        sums, squares = np.zeros(padded, np.float64), np.zeros(padded, np.float64)
-        mean, rounded, peak = np.zeros(padded, np.float32), np.zeros(padded, np.float32), np.zeros(padded, np.float32)
-        for second in range(2):
-            for first in range(0, tokens, _BLOCK_TOKENS):
-                part = values[: min(_BLOCK_TOKENS, tokens - first) * padded]
-                load_rows(x, head * head_stride + first * token_stride, 0, token_stride, 1, dim, part, kind)
-                if second:
-                    _add_squares(part, padded, mean, rounded, squares, peak)
-                else:
-                    _add(part, padded, sums)
-            if not second:
-                for d in range(padded):
-                    mean[d] = np.float32(sums[d] / tokens)
-                    rounded[d] = f32_of_bf16(bf16_of(mean[d]))
+        sums, squares = np.zeros(room, np.float64), np.zeros(room, np.float64)
+        lowest, highest = np.full(room, np.inf, np.float32), np.full(room, -np.inf, np.float32)
+        for first in range(0, tokens, _BLOCK_TOKENS):
+            count = min(_BLOCK_TOKENS, tokens - first)
+            before = spread(1 / np.float64(max(1, first)))
+            apart = spread(np.float64(first) * np.float64(count) / np.float64(first + count))
+            for d in range(0, dim, LANES):
+                at, width = head * head_stride + first * token_stride + d, dim - d
+                low, high = load(lowest, d, LANES), load(highest, d, LANES)
+                total = spread(np.float64(0))
+                for i in range(count):
+                    value = widened(x, at + i * token_stride, width, kind)
+                    total = total + f64_of_f32(value)
+                    low, high = minimum(value, low), maximum(value, high)
+                own_mean = total / spread(np.float64(count))
+                centre = f32_of_f64(own_mean)
+                own_squares = spread(np.float64(0))
+                for i in range(count):
+                    distance = f64_of_f32(widened(x, at + i * token_stride, width, kind) - centre)
+                    own_squares = own_squares + distance * distance
+                sum_before = load(sums, d, LANES)
+                shift = own_mean - sum_before * before
+                store(sums, d, sum_before + total, LANES)
+                store(squares, d, load(squares, d, LANES) + own_squares + shift * shift * apart, LANES)
+                store(lowest, d, low, LANES)
+                store(highest, d, high, LANES)
         for d in range(dim):
-            means[head * dim + d] = rounded[d]
+            rounded = f32_of_bf16(bf16_of(np.float32(sums[d] / tokens)))
+            means[head * dim + d] = rounded
             variances[head * dim + d] = squares[d] / tokens
-            peaks[head * dim + d] = peak[d]
+            peaks[head * dim + d] = max(highest[d] - rounded, rounded - lowest[d])
 
 
 def channel_statistics(x: Tensor) -> ChannelStatistics:
