@@ -31,10 +31,14 @@ LEAST_SHARE = 7 / 8
 
 @dataclass(frozen=True, kw_only=True)
 class StoredPrefix:
-    """A cache beside the one to be, of which the first `tokens` tokens are those of the prompt."""
+    """A cache beside the one to be, of which the first `tokens` tokens are those of the prompt.
+
+    `header_sha256` tells it from one that replaces it before it is loaded.
+    """
 
     url: str
     tokens: int
+    header_sha256: str
 
 
 def longest_prefix(
@@ -71,23 +75,25 @@ def longest_prefix(
             and all(span.name != store.name for span in before)
         )
 
-    def held(name: str) -> int:
-        """Tokens that it shares with the prompt from the first on; 0 if it does not suit."""
+    def held(name: str) -> StoredPrefix | None:
+        """What it shares with the prompt from the first token on; None if it does not suit."""
+        url = store.sibling(name)
         try:
-            with CacheReader(store.sibling(name), header_only=True, alone=True) as reader:
+            with CacheReader(url, header_only=True, alone=True) as reader:
                 if not suits(reader.header):
-                    return 0
+                    return None
                 tokens = _shared(reader, ids)
                 # What an interrupted writer of this very chain has left counts, however short.
                 left = reader.header.part_of is not None and reader.header.part_of.name == store.name
-                return tokens if tokens >= PREFIX_BLOCK_TOKENS or left else 0
+                if not tokens or (tokens < PREFIX_BLOCK_TOKENS and not left):
+                    return None
+                return StoredPrefix(url=url, tokens=tokens, header_sha256=reader.anchor_head.header_sha256)
         except (StoreError, FormatError):
-            return 0
+            return None
 
     with ThreadPoolExecutor(READERS) as pool:
-        found = dict(zip(names, pool.map(held, names[-MOST_SEARCHED:]), strict=False))
-    best = max(found, key=lambda name: found[name], default="")
-    return StoredPrefix(url=store.sibling(best), tokens=found[best]) if found.get(best) else None
+        found = [stored for stored in pool.map(held, names[-MOST_SEARCHED:]) if stored is not None]
+    return max(found, key=lambda stored: stored.tokens, default=None)
 
 
 def _shared(reader: CacheReader, ids: npt.NDArray[np.uint32]) -> int:

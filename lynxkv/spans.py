@@ -22,8 +22,8 @@ from lynxkv.codecs import Codec, get_codec
 from lynxkv.continuing import Continuation, after, continuation
 from lynxkv.decoder import decode_into, holds_exact
 from lynxkv.encoder import EncodeReport, Progress, check_options, encode
-from lynxkv.errors import FormatError, InputError, StoreError, UnsupportedModelError
-from lynxkv.fetch import open_cache
+from lynxkv.errors import BindingError, FormatError, InputError, StoreError, UnsupportedModelError
+from lynxkv.fetch import FetchOptions, open_cache
 from lynxkv.format.basis import Basis
 from lynxkv.format.document import span_name
 from lynxkv.format.limits import MAX_PARENT_SPANS
@@ -76,6 +76,7 @@ def encode_prompt(
     residual_url: Url | None = None,
     progress: Progress | None = None,
     on_span: Callable[[EncodeReport], None] = lambda report: None,
+    report: Callable[[str], None] = lambda message: None,
 ) -> PromptReport:
     """Prefill a prompt and publish its KV cache at `url`.
 
@@ -85,11 +86,14 @@ def encode_prompt(
             a chain of its own, and is continued by the next run.
         continue_stored: look beside `url` for a cache of the same model, codec and dtype whose tokens are the first of
             the prompt; load it, prefill only the rest, and publish that as a cache that continues it.
-        codec, basis, dtype, exact, store_token_ids, residual_url: as for `encode`.
+        codec, basis, dtype, exact, store_token_ids: as for `encode`.
+        residual_url: as for `encode`. What is continued has to have its Residual there as well: whoever reads the chain
+            looks for all of them in one place.
         logits: store the logits of the last position.
         overwrite: replace a cache that is there. With `span_tokens` it is removed before the first span is published.
         progress: called with the name of the work, how much is done and how much there is.
         on_span: called with each cache that has been published.
+        report: is told, in a sentence, why what is stored of the prompt could not be loaded, and is prefilled.
 
     Raises:
         CacheExistsError: there is a cache at `url`, or spans of another prompt with its name, and `overwrite` is false.
@@ -126,7 +130,7 @@ def encode_prompt(
     loaded = None
     if continue_stored and not slides:
         found = longest_prefix(store, ids, model.identity, codec=method, basis=basis, dtype=dtype, exact=exact)
-        loaded = _load(model, found, ids) if found is not None else None
+        loaded = _load(model, found, ids, residual_url, report) if found is not None else None
     load_s = time.perf_counter() - began
     cache = loaded.cache if loaded else model.new_cache(0, len(ids), rollback_tokens=2 * chunk_tokens)
     parent = loaded.parent if loaded else None
@@ -216,10 +220,18 @@ class _Loaded:
     parent: Continuation
 
 
-def _load(model: DecoderModel, found: StoredPrefix, ids: list[int]) -> _Loaded | None:
+def _load(
+    model: DecoderModel,
+    found: StoredPrefix,
+    ids: list[int],
+    residual_url: Url | None,
+    report: Callable[[str], None],
+) -> _Loaded | None:
     """Load what is stored, at the best precision that it has; None if it cannot be loaded: it is prefilled then."""
     try:
-        with open_cache(found.url, tokens=found.tokens) as reader:
+        with open_cache(found.url, tokens=found.tokens, options=FetchOptions(residual_url=residual_url)) as reader:
+            if reader.anchor_head.header_sha256 != found.header_sha256:
+                raise BindingError(f"{found.url} was replaced a moment ago")
             extent = reader.extent
             cache = model.new_cache(extent.stop, len(ids) - extent.stop, layers=extent.layers)
             precision: Precision = "full"
@@ -229,7 +241,8 @@ def _load(model: DecoderModel, found: StoredPrefix, ids: list[int]) -> _Loaded |
                 precision = "exact"
             decode_into(reader, cache, precision)
             return _Loaded(cache=cache, parent=continuation(reader, precision, token_ids=ids[: found.tokens]))
-    except (StoreError, FormatError):
+    except (StoreError, FormatError, InputError) as error:  # one that has replaced it may have fewer tokens
+        report(f"{found.url} has the first {found.tokens} tokens, but cannot be continued: {error.message}")
         return None
 
 

@@ -144,9 +144,60 @@ class TestContinuing:
         for stop in (260, 400, 300):
             publish(model, tmp_path / f"{stop}.lynx", IDS[:stop], continue_stored=False)
         found = longest_prefix(Store(tmp_path / "x.lynx"), IDS, model.identity, codec=COARSE, dtype="bf16", exact=False)
-        assert found == StoredPrefix(url=str(tmp_path / "400.lynx"), tokens=400)
+        with lynxkv.open(tmp_path / "400.lynx") as reader:
+            right = StoredPrefix(url=reader.url, tokens=400, header_sha256=reader.anchor_head.header_sha256)
+        assert found == right
         elsewhere = Store(tmp_path / "deeper" / "x.lynx")
         assert longest_prefix(elsewhere, IDS, model.identity, codec=COARSE, dtype="bf16", exact=False) is None
+
+    def test_of_many_caches_the_last_are_searched(
+        self, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("lynxkv.prefix_search.MOST_SEARCHED", 2)
+        for name, ids in {"a": some_ids(300, 7), "b": some_ids(300, 8), "c": IDS[:300]}.items():
+            publish(model, tmp_path / f"{name}.lynx", ids, continue_stored=False)
+        report = publish(model, tmp_path / "d.lynx")
+        assert [(span.name, span.stop) for span in report.continued] == [("c.lynx", 300)]
+        assert lynxkv.load(tmp_path / "d.lynx").token_ids == IDS
+        lynxkv.check(tmp_path / "d.lynx")
+
+    @pytest.mark.parametrize("tokens", [300, 200])
+    def test_what_is_replaced_after_it_was_found_is_not_continued(
+        self, tokens: int, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        publish(model, tmp_path / "a.lynx", IDS[:300])
+
+        def search(*args: Any, **options: Any) -> StoredPrefix | None:
+            found = longest_prefix(*args, **options)
+            lynxkv.encode(
+                lynxkv.prefill(model, some_ids(tokens, seed=5)),
+                tmp_path / "a.lynx",
+                codec=COARSE,
+                identity=model.identity,
+                overwrite=True,
+            )
+            return found
+
+        monkeypatch.setattr("lynxkv.spans.longest_prefix", search)
+        told: list[str] = []
+        assert publish(model, tmp_path / "b.lynx", report=told.append).continued == ()
+        assert len(told) == 1
+        assert "a.lynx has the first 300 tokens, but cannot be continued: " in told[0]
+        assert lynxkv.load(tmp_path / "b.lynx").token_ids == IDS
+
+    @pytest.mark.parametrize("span_tokens", [None, 150])
+    def test_residuals_of_what_is_continued_are_where_the_new_ones_go(
+        self, span_tokens: int | None, model: Model, tmp_path: Path
+    ) -> None:
+        hot, cold = tmp_path / "hot", tmp_path / "cold"
+        publish(model, hot / "a.lynx", IDS[:300], residual_url=cold)
+        assert publish(model, hot / "b.lynx", residual_url=cold, span_tokens=span_tokens).continued_tokens == 300
+        kept = lynxkv.load(hot / "b.lynx", options=FetchOptions(residual_url=cold))
+        assert kept.token_ids == IDS
+        told: list[str] = []
+        assert publish(model, hot / "c.lynx", report=told.append).continued == ()
+        assert len(told) == 1
+        assert "is missing" in told[0]
 
     def test_windows_are_not_continued(self, tmp_path: Path) -> None:
         sliding = tiny_model("mistral")
@@ -201,6 +252,24 @@ class TestSpans:
         assert report.continued_tokens == 300
         assert names(tmp_path) == ["a.0000.lynx", "a.0001.lynx", "a.0002.lynx", "a.lynx"]
         lynxkv.check(tmp_path / "a.lynx")
+
+    def test_what_is_left_is_continued_with_residuals_elsewhere(self, model: Model, tmp_path: Path) -> None:
+        hot, cold = tmp_path / "hot", tmp_path / "cold"
+
+        def stop(report: EncodeReport) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            publish(model, hot / "a.lynx", span_tokens=200, residual_url=cold, on_span=stop)
+        told: list[str] = []
+        with pytest.raises(lynxkv.CacheExistsError, match=r"a\.0000\.lynx"):
+            publish(model, hot / "a.lynx", span_tokens=200, report=told.append)
+        assert len(told) == 1
+        assert "a.0000.lynx has the first 200 tokens, but cannot be continued: " in told[0]
+        report = publish(model, hot / "a.lynx", span_tokens=200, residual_url=cold)
+        assert report.continued_tokens == 200
+        assert names(hot) == ["a.0000.lynx", "a.0001.lynx", "a.lynx"]
+        assert lynxkv.check(hot / "a.lynx", options=FetchOptions(residual_url=cold)).tokens == 500
 
     def test_what_is_left_counts_however_short(self, model: Model, tmp_path: Path) -> None:
         """Shorter than any cache that is continued otherwise."""

@@ -247,7 +247,9 @@ def _from_prompt(
             output.note(f"published {span.url}, {span.tokens} tokens")
 
     with output.progress() as progress:
-        report = lynxkv.encode_prompt(model, ids, out, progress=progress, on_span=on_span, **settings)
+        report = lynxkv.encode_prompt(
+            model, ids, out, progress=progress, on_span=on_span, report=output.note, **settings
+        )
     return report, model.identity
 
 
