@@ -15,8 +15,10 @@ import torch
 import lynxkv
 from lynxkv.codecs.uniform import Uniform
 from lynxkv.encoder import EncodeReport
-from lynxkv.fetch import FetchOptions
+from lynxkv.events import Event, Note
+from lynxkv.fetch import CacheReader, FetchOptions, SegmentStream
 from lynxkv.integrations.hf import Model
+from lynxkv.layout import Extent
 from lynxkv.prefix_search import StoredPrefix, longest_prefix
 from lynxkv.spans import PromptReport
 from lynxkv.store import Store
@@ -381,6 +383,82 @@ class TestFollowing:
                 thread.join(30)
         assert seen == [1] or seen == [2]
         assert result[0].token_ids == text(model, url)
+
+    def test_what_is_followed_can_be_loaded_twice_while_it_grows(self, model: Model, tmp_path: Path) -> None:
+        url = str(tmp_path / "a.lynx")
+        with writing(model, url) as step, lynxkv.open(url, follow=True) as reader:
+            first, second = reader.stream_anchor(), reader.stream_anchor()
+            both: list[list[tuple[int, int]]] = [[], []]
+            for got, stream in zip(both, (first, second), strict=True):
+                got += [(payload.span, payload.segment.offset) for payload in stream.wait()]
+            assert reader.is_growing
+            for _ in range(4):
+                step()
+            for got, stream in zip(both, (first, second), strict=True):
+                got += [(payload.span, payload.segment.offset) for payload in stream]
+        assert both[0] == both[1]
+        assert {span for span, _ in both[0]} == {0, 1, 2, 3}
+
+    def test_a_residual_that_is_not_to_be_had(self, model: Model, tmp_path: Path) -> None:
+        """The text is begun again on the Anchors, while the writer is still at work."""
+        hot, nowhere = tmp_path / "hot", tmp_path / "nowhere"
+        nowhere.mkdir()
+        options = FetchOptions(residual_url=nowhere, if_residual_unavailable="anchor-only")
+
+        def tell(event: Event) -> None:
+            if isinstance(event, Note):
+                growing.append(reader.is_growing)
+                for _ in range(4):
+                    step()
+
+        growing: list[bool] = []
+        with (
+            writing(model, str(hot / "a.lynx"), residual_url=tmp_path / "cold") as step,
+            lynxkv.open(hot / "a.lynx", follow=True, options=options) as reader,
+        ):
+            followed = lynxkv.generate(reader, model, [5, 6], max_new_tokens=12, on_event=tell)
+        assert growing == [True]
+        assert followed.precision == "anchor"
+        with lynxkv.open(hot / "a.lynx") as reader:
+            right = lynxkv.generate(reader, model, [5, 6], max_new_tokens=12, verify="none")
+        assert followed.token_ids == right.token_ids
+
+    def test_a_batch_over_one_chain(self, model: Model, tmp_path: Path) -> None:
+        url, suffixes = str(tmp_path / "a.lynx"), [[5, 6], [7, 8]]
+        with writing(model, url) as step, lynxkv.open(url, follow=True) as reader:
+            real = reader.stream_anchor
+
+            def stream_anchor() -> SegmentStream:
+                assert reader.is_growing
+                for _ in range(4):
+                    step()
+                return real()
+
+            reader.stream_anchor = stream_anchor  # type: ignore[method-assign]
+            followed = lynxkv.generate_batch([(reader, suffix) for suffix in suffixes], model, max_new_tokens=12)
+        for row, suffix in zip(followed.texts, suffixes, strict=True):
+            with lynxkv.open(url) as reader:
+                assert row.token_ids == lynxkv.generate(reader, model, suffix, max_new_tokens=12).token_ids
+
+    def test_a_span_may_come_between_two_looks(
+        self, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whoever asks for the extent, and then for the bases, finds more of these."""
+        url = str(tmp_path / "a.lynx")
+        with writing(model, url, span_tokens=25) as step, lynxkv.open(url, follow=True) as reader:
+            spans, before = CacheReader.spans.fget, CacheReader.extent.fget  # type: ignore[attr-defined]
+
+            def extent(self: CacheReader) -> Extent:
+                found: Extent = before(self)
+                if self.is_growing:
+                    step()
+                    eventually(lambda: len(spans(self)) > len(found.spans))
+                return found
+
+            monkeypatch.setattr(CacheReader, "extent", property(extent))
+            followed = lynxkv.generate(reader, model, [5, 6], max_new_tokens=12)
+            monkeypatch.undo()
+        assert followed.token_ids == text(model, url)
 
     def test_a_chain_that_is_complete_is_followed_at_once(self, model: Model, tmp_path: Path) -> None:
         publish(model, tmp_path / "a.lynx", span_tokens=150)

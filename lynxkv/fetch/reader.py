@@ -9,8 +9,8 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from concurrent.futures import Future, InvalidStateError
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -352,7 +352,8 @@ class CacheReader:
         def more() -> Future[list[SegmentRange] | None]:
             number = next(numbers)
             if lane == Lane.ANCHOR and number:
-                self._anchor_known(number - 1).set_result(None)
+                with suppress(InvalidStateError):  # of another stream of the Anchors it is known already
+                    self._anchor_known(number - 1).set_result(None)
             batch, after = following.batch(number), self._anchor_known(number)
 
             async def next_wanted() -> list[SegmentRange] | None:
