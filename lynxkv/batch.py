@@ -23,7 +23,7 @@ from lynxkv.errors import InputError
 from lynxkv.events import Drafted, Event, GenerateResult, Phase, Rejected, Span, Track, Verified
 from lynxkv.fetch import CacheReader, SegmentPayload
 from lynxkv.identity import check_identity
-from lynxkv.layout import Extent, Precision
+from lynxkv.layout import Precision
 from lynxkv.models import BatchLiveCache, BatchModel
 from lynxkv.pace import Pace
 from lynxkv.prompt import Prompt, place
@@ -411,7 +411,7 @@ def _opened(
                         target,
                         straight=speculate == "off",
                         hold=True,
-                        on_written=partial(_copy, cache, own, reader.extent),
+                        on_written=partial(_copy, cache, own, reader),
                         on_event=partial(_tell_of_arrival, [rows[number] for number in own]),
                     )
                 )
@@ -451,10 +451,11 @@ def _tell_of_arrival(rows: Sequence[_Row], event: Event) -> None:
         row.tell_of_arrival(event)
 
 
-def _copy(cache: BatchLiveCache, rows: Sequence[int], extent: Extent, payloads: Sequence[SegmentPayload]) -> None:
+def _copy(cache: BatchLiveCache, rows: Sequence[int], reader: CacheReader, payloads: Sequence[SegmentPayload]) -> None:
     """Give what was just decoded for the first of `rows` to the others."""
     if len(rows) == 1:
         return
+    extent = reader.extent  # of a chain that is still being written it has grown
     for payload in payloads:
         ref, part = payload.segment.plan.tensor, payload.segment.plan.part
         if ref is None or part in ("mean", "order"):
