@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 
 from lynxkv.decoder import CacheDecoder, Destination
 from lynxkv.events import AnchorProgress, Event, ResidualProgress, Span, Track
-from lynxkv.fetch import CacheReader, SegmentPayload, SegmentStream
+from lynxkv.fetch import CacheReader, SegmentPayload, SegmentStream, SpanReader
 from lynxkv.fetch.waiting import wait_for_one
-from lynxkv.layout import Precision
+from lynxkv.layout import Extent, Precision
 
 STAGES: tuple[Precision, ...] = ("anchor", "full", "exact")
 
@@ -48,13 +48,14 @@ class ArrivingCache:
     ) -> None:
         self._reader, self._swap, self._on_written, self._on_event = reader, swap, on_written, on_event
         self._hold = hold
-        self._aim: Precision = aim if reader.extent.has_residual else "anchor"
+        extent, spans = self._loaded()
+        self._aim: Precision = aim if extent.has_residual else "anchor"
         self._decoder = CacheDecoder(
-            reader.extent,
+            extent,
             cache,
             skip_anchor=straight and self._aim != "anchor",
             refines=self._aim != "anchor",
-            bases=reader.bases(),
+            bases=[span.basis() for span in spans],
         )
         self._missing: dict[Precision, Counter[int]] = {stage: Counter() for stage in STAGES}
         self._has: dict[Precision, bool] = dict.fromkeys(STAGES, False)
@@ -168,9 +169,16 @@ class ArrivingCache:
         self._grow()
         return growing or self._missing[stage][layer] > 0
 
+    def _loaded(self) -> tuple[Extent, tuple[SpanReader, ...]]:
+        """What is there, as an extent and as its spans; to a chain that is being written more may come at any time."""
+        extent = self._reader.extent
+        return extent, self._reader.spans[: len(extent.spans)]
+
     def _grow(self) -> None:
         """Take in the spans that have come to a chain which is still being written."""
-        spans = self._reader.spans
+        if len(self._reader.spans) == self._known_spans:
+            return
+        extent, spans = self._loaded()
         for span in spans[self._known_spans :]:
             tensors = [segment.plan.tensor for segment in span.anchor_segments()]
             self._missing["anchor"].update(tensor.layer for tensor in tensors if tensor is not None)
@@ -180,9 +188,8 @@ class ArrivingCache:
                 self._missing["exact"][ref.layer] += count if ref.coding.exact else 0
             for stage in STAGES:
                 self._has[stage] |= bool(+self._missing[stage])
-        if len(spans) > self._known_spans:
-            self._decoder.grow(self._reader.extent, self._reader.bases())
-            self._known_spans = len(spans)
+        self._decoder.grow(extent, [span.basis() for span in spans])
+        self._known_spans = len(spans)
 
     def _decode(self, payloads: list[SegmentPayload]) -> None:
         assert self._anchor is not None
