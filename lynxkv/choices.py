@@ -10,6 +10,9 @@ from lynxkv.errors import InputError
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 Precision = Literal["anchor", "full", "exact"]
+ModelDtype = Literal["float32", "bfloat16", "float16"]
+"""Of a model's weights and its live cache."""
+
 Verify = Literal["none", "full", "exact"]
 """What a generated text is verified against."""
 

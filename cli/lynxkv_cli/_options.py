@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from lynxkv.choices import ModelDtype, TransportName
 from lynxkv.errors import InputError
 from lynxkv_cli._errors import UsageProblem
 
@@ -50,6 +51,24 @@ Model = Annotated[
         metavar="MODEL",
         help="The alias smollm2, a Hugging Face folder or hub id, or a .gguf file.",
     ),
+]
+
+ModelDtypeOption = Annotated[
+    ModelDtype, typer.Option("--model-dtype", help="Of the model's weights and its live cache.")
+]
+Device = Annotated[
+    str, typer.Option(metavar="DEVICE", help="Where the model runs, as torch names it: cpu, cuda, cuda:1.")
+]
+Transport = Annotated[TransportName, typer.Option(help="What makes the requests.")]
+Concurrency = Annotated[
+    int,
+    typer.Option(
+        metavar="N", min=1, max=256, help="Requests in flight; lynxkv bench fetch says what suits a store and a link."
+    ),
+]
+CONCURRENCY = 8
+Deadline = Annotated[
+    float | None, typer.Option(metavar="SECONDS", help="Fetch no longer than this; without it for as long as it takes.")
 ]
 
 BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}

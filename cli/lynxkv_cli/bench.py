@@ -11,7 +11,8 @@ import typer
 from lynxkv.bench.sweeps import SWEEPS
 from lynxkv_cli import bench_batch, bench_decode, bench_fetch, bench_kernels, bench_tasks
 from lynxkv_cli._errors import UsageProblem
-from lynxkv_cli._options import Json, Quiet, read_text
+from lynxkv_cli._models import ModelChoice
+from lynxkv_cli._options import Device, Json, ModelDtypeOption, Quiet, read_text
 from lynxkv_cli._output import Output, progress_or_lines
 from lynxkv_cli._tables import table
 
@@ -63,6 +64,8 @@ def codec(
     model: Annotated[
         str, typer.Option(metavar="MODEL", help="The alias smollm2, a Hugging Face folder or hub id, or a .gguf file.")
     ] = "smollm2",
+    model_dtype: ModelDtypeOption = "float32",
+    device: Device = "cpu",
     codecs: Annotated[
         list[str] | None,
         typer.Option("--codec", metavar="NAME[:P=V,...]", help="Measure this one; may be given again."),
@@ -113,7 +116,6 @@ def codec(
         changes["documents"] = tuple(_document(text, output) for text in documents)
     if tokens:
         changes["tokens"] = tuple(dict.fromkeys(tokens))
-    import lynxkv
     from lynxkv.bench.codec import Plan, bench_codec
     from lynxkv.bench.methods import BASELINE_METHODS, DEFAULT_METHODS, parse_methods, with_bases
     from lynxkv.bench.report import as_json as to_json
@@ -134,8 +136,7 @@ def codec(
     plan = Plan.quick(**changes) if quick else Plan.standard(**changes)
     if prompts is not None:
         plan = plan.with_prompts(prompts)
-    output.note(f"loading {model}")
-    loaded = lynxkv.load_model(model, report=output.note)
+    loaded = ModelChoice(ref=model, dtype=model_dtype, device=device).load(output.note)
     methods = with_bases(methods, loaded.identity.fingerprint)
     with output.progress() as bars:
         bench = bench_codec(

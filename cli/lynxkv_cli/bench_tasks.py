@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lynxkv_cli._options import Json, Quiet
+from lynxkv_cli._models import ModelChoice
+from lynxkv_cli._options import Device, Json, ModelDtypeOption, Quiet
 from lynxkv_cli._output import Output, progress_or_lines
 from lynxkv_cli._tables import table
 
@@ -32,6 +33,8 @@ def tasks(
     model: Annotated[
         str, typer.Option(metavar="MODEL", help="The alias smollm2, a Hugging Face folder or hub id, or a .gguf file.")
     ] = "smollm2",
+    model_dtype: ModelDtypeOption = "float32",
+    device: Device = "cpu",
     codecs: Annotated[
         list[str] | None,
         typer.Option("--codec", metavar="NAME[:P=V,...]", help="Ask this one; may be given again."),
@@ -55,14 +58,12 @@ def tasks(
 ) -> None:
     """Ask stored caches for what was planted in them."""
     output = Output.of(as_json=as_json, quiet=quiet)
-    import lynxkv
     from lynxkv.bench.documents import standard_documents
     from lynxkv.bench.methods import parse_methods, with_bases
     from lynxkv.bench.tasks import DEPTHS, bench_tasks
 
     methods = parse_methods(codecs or (("default", "int4") if quick else METHODS))
-    output.note(f"loading {model}")
-    loaded = lynxkv.load_model(model, report=output.note)
+    loaded = ModelChoice(ref=model, dtype=model_dtype, device=device).load(output.note)
     methods = with_bases(methods, loaded.identity.fingerprint)
     with output.progress() as bars:
         rows = bench_tasks(

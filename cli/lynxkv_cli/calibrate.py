@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from lynxkv_cli._errors import UsageProblem
-from lynxkv_cli._options import Json, Model, Quiet, read_text
+from lynxkv_cli._models import ModelChoice
+from lynxkv_cli._options import Device, Json, Model, ModelDtypeOption, Quiet, read_text
 from lynxkv_cli._output import Output, size
 
 HELP = """Example: lynxkv calibrate --model smollm2
@@ -23,6 +24,8 @@ encode looks for it, and published beside every cache that needs it; readers fet
 
 def calibrate(
     model: Model = None,
+    model_dtype: ModelDtypeOption = "float32",
+    device: Device = "cpu",
     documents: Annotated[
         list[str] | None,
         typer.Option("--document", metavar="@FILE", help="Use this text instead of Python's own; may be given again."),
@@ -45,7 +48,7 @@ def calibrate(
     check_savable()
     if out is not None:
         check_savable(out)
-    loaded = lynxkv.load_model(model, report=output.note)
+    loaded = ModelChoice(ref=model, dtype=model_dtype, device=device).load(output.note)
     with output.progress() as progress:
         basis = lynxkv.calibrate(loaded, texts or None, tokens=tokens, progress=progress)
     # What was asked for by name first: if the other cannot be written, the work is not lost.

@@ -5,7 +5,20 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from lynxkv_cli._options import CACHE_MAX_BYTES, CacheDir, CacheMaxBytes, Json, Quiet, ResidualUrl, Url, parse_size
+from lynxkv_cli._options import (
+    CACHE_MAX_BYTES,
+    CONCURRENCY,
+    CacheDir,
+    CacheMaxBytes,
+    Concurrency,
+    Deadline,
+    Json,
+    Quiet,
+    ResidualUrl,
+    Transport,
+    Url,
+    parse_size,
+)
 from lynxkv_cli._output import Output, size
 
 if TYPE_CHECKING:
@@ -24,6 +37,9 @@ with --cache-dir what was read is kept there for commands that load.
 def check(
     url: Url,
     residual_url: ResidualUrl = None,
+    transport: Transport = "auto",
+    concurrency: Concurrency = CONCURRENCY,
+    deadline: Deadline = None,
     cache_dir: CacheDir = None,
     cache_max_bytes: CacheMaxBytes = CACHE_MAX_BYTES,
     as_json: Json = False,
@@ -34,7 +50,12 @@ def check(
 
     output = Output.of(as_json=as_json, quiet=quiet)
     options = lynxkv.FetchOptions(
-        residual_url=residual_url, cache_dir=cache_dir, cache_max_bytes=parse_size(cache_max_bytes)
+        transport=transport,
+        concurrency=concurrency,
+        deadline_s=deadline,
+        residual_url=residual_url,
+        cache_dir=cache_dir,
+        cache_max_bytes=parse_size(cache_max_bytes),
     )
     report = lynxkv.check(url, options=options)
     output.result(asdict(report))

@@ -12,7 +12,8 @@ import typer
 
 from lynxkv.choices import CODEC_NAMES, Dtype, Target, parse_codec
 from lynxkv_cli._errors import UsageProblem
-from lynxkv_cli._options import LINK_FORM, Json, Model, Quiet, parse_link, read_text
+from lynxkv_cli._models import ModelChoice
+from lynxkv_cli._options import LINK_FORM, Device, Json, Model, ModelDtypeOption, Quiet, parse_link, read_text
 from lynxkv_cli._output import Output, seconds, size
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ def encode(
         typer.Argument(metavar="[PROMPT|@FILE|-]", help="The text to prefill.", show_default=False),
     ] = None,
     model: Model = None,
+    model_dtype: ModelDtypeOption = "float32",
+    device: Device = "cpu",
     codec: Annotated[
         str,
         typer.Option(
@@ -126,6 +129,7 @@ def encode(
         wanted = "--logits" if logits else "--span-tokens"
         raise UsageProblem(f"{wanted} needs a prompt", hint=f"nothing is prefilled with --from; leave {wanted} out")
 
+    named = None if model is None else ModelChoice(ref=model, dtype=model_dtype, device=device)
     auto = codec == "auto"
     if auto and link is None:
         raise UsageProblem("--codec auto needs to know the link", hint=f"add --link; {LINK_FORM}")
@@ -174,9 +178,9 @@ def encode(
         return settings
 
     if from_file is not None:
-        report, identity = _from_file(from_file, model, out, known, output)
+        report, identity = _from_file(from_file, named, out, known, output)
     else:
-        assert model is not None
+        assert named is not None
         assert text is not None
         settings |= {
             "span_tokens": span_tokens,
@@ -184,7 +188,7 @@ def encode(
             "chunk_tokens": chunk_tokens,
             "logits": logits,
         }
-        report, identity = _from_prompt(text, model, out, known, output)
+        report, identity = _from_prompt(text, named, out, known, output)
     sums = {
         name: sum(getattr(span, name) for span in report.spans)
         for name in ("bytes_anchor", "bytes_residual", "bytes_exact", "bytes_original")
@@ -225,20 +229,20 @@ def encode(
 
 
 def _from_prompt(
-    text: str, model_ref: str, out: str, known: Known, output: Output
+    text: str, choice: ModelChoice, out: str, known: Known, output: Output
 ) -> tuple[PromptReport, Identity | None]:
     import lynxkv
     from lynxkv.integrations.hf import open_turn
     from lynxkv.planning import Workload
     from lynxkv.shapes import KVShape, LayerKV
 
-    model = lynxkv.load_model(model_ref, report=output.note)
+    model = choice.load(output.note)
     ids = open_turn(model.tokenizer, text)
     layers = [
         LayerKV(channels=sum(heads * dim for heads, dim in layer.tensors.values()), window=layer.window)
         for layer in model.layer_specs()
     ]
-    shape = KVShape(model_id=model_ref, layers=tuple(layers))
+    shape = KVShape(model_id=choice.ref, layers=tuple(layers))
     workload = Workload(tokens=len(ids), elements=shape.elements(len(ids)), channels=shape.channels)
     settings = known(model.identity, workload)
 
@@ -254,7 +258,7 @@ def _from_prompt(
 
 
 def _from_file(
-    path: Path, model_ref: str | None, out: str, known: Known, output: Output
+    path: Path, choice: ModelChoice | None, out: str, known: Known, output: Output
 ) -> tuple[PromptReport, Identity | None]:
     import lynxkv
     from lynxkv.kv import kv_from_safetensors
@@ -262,9 +266,9 @@ def _from_file(
     from lynxkv.spans import PromptReport
 
     kv, identity = kv_from_safetensors(path), None
-    if model_ref is not None:
+    if choice is not None:
         # Another tool made the prompt, so whether it ends inside a user turn is not known.
-        identity = replace(lynxkv.load_model(model_ref, report=output.note).identity, turn=None)
+        identity = replace(choice.load(output.note).identity, turn=None)
     tensors = [x for layer in kv.layers for x in layer.tensors.values()]
     workload = Workload(
         tokens=kv.tokens,

@@ -11,12 +11,16 @@ import typer
 from lynxkv.choices import Precision, ResidualPolicy
 from lynxkv_cli._options import (
     CACHE_MAX_BYTES,
+    CONCURRENCY,
     CacheDir,
     CacheMaxBytes,
+    Concurrency,
+    Deadline,
     Json,
     Quiet,
     ResidualUrl,
     Tokens,
+    Transport,
     Url,
     parse_size,
 )
@@ -39,6 +43,9 @@ def export(
     if_residual_unavailable: Annotated[
         ResidualPolicy, typer.Option(help="anchor-only exports the Anchor's values then, and says so.")
     ] = "error",
+    transport: Transport = "auto",
+    concurrency: Concurrency = CONCURRENCY,
+    deadline: Deadline = None,
     cache_dir: CacheDir = None,
     cache_max_bytes: CacheMaxBytes = CACHE_MAX_BYTES,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there already.")] = False,
@@ -50,6 +57,9 @@ def export(
 
     output = Output.of(as_json=as_json, quiet=quiet)
     options = lynxkv.FetchOptions(
+        transport=transport,
+        concurrency=concurrency,
+        deadline_s=deadline,
         residual_url=residual_url,
         if_residual_unavailable=if_residual_unavailable,
         cache_dir=cache_dir,

@@ -10,18 +10,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lynxkv.choices import ResidualPolicy, TransportName, Verify
+from lynxkv.choices import ResidualPolicy, Verify
 from lynxkv.plotting import check_plot, check_writable
 from lynxkv_cli._errors import FAILED, UsageProblem
+from lynxkv_cli._models import ModelChoice
 from lynxkv_cli._options import (
     CACHE_MAX_BYTES,
+    CONCURRENCY,
     CacheDir,
     CacheMaxBytes,
+    Concurrency,
+    Deadline,
+    Device,
     Json,
     Model,
+    ModelDtypeOption,
     Quiet,
     ResidualUrl,
     Tokens,
+    Transport,
     Url,
     parse_link,
     parse_size,
@@ -64,14 +71,15 @@ def generate(
         ),
     ] = None,
     model: Model = None,
+    model_dtype: ModelDtypeOption = "float32",
+    device: Device = "cpu",
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Stop after this many tokens.")] = 128,
     temperature: Annotated[float, typer.Option(metavar="X", min=0.0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[
-        float,
-        typer.Option(metavar="X", min=0.0, max=1.0, help="Sample from the likeliest tokens of this total."),
+        float, typer.Option(metavar="X", help="Sample from the likeliest tokens of this total, above 0 and at most 1.")
     ] = 1.0,
     repetition_penalty: Annotated[
-        float, typer.Option(metavar="X", min=0.0, help="Above 1 makes tokens that were there less likely.")
+        float, typer.Option(metavar="X", help="Above 1 makes tokens that were there less likely, below 1 more.")
     ] = 1.0,
     seed: Annotated[int, typer.Option(metavar="N", help="Of the sampler.")] = 0,
     stop: Annotated[
@@ -99,7 +107,9 @@ def generate(
         str | None,
         typer.Option(metavar="RATE[/RTT]", help="Read over a simulated link, such as 200mbit/20ms."),
     ] = None,
-    transport: Annotated[TransportName, typer.Option(help="What makes the requests.")] = "auto",
+    transport: Transport = "auto",
+    concurrency: Concurrency = CONCURRENCY,
+    deadline: Deadline = None,
     residual_url: ResidualUrl = None,
     if_residual_unavailable: Annotated[
         ResidualPolicy, typer.Option(help="anchor-only decodes on the Anchor alone then, and says so.")
@@ -139,6 +149,8 @@ def generate(
 
     options = lynxkv.FetchOptions(
         transport=transport,
+        concurrency=concurrency,
+        deadline_s=deadline,
         residual_url=residual_url,
         if_residual_unavailable=if_residual_unavailable,
         cache_dir=cache_dir,
@@ -158,8 +170,7 @@ def generate(
     from lynxkv_cli._views import view_for
 
     sampling = lynxkv.Sampling(temperature=temperature, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed)
-    output.note(f"loading {ref}")
-    loaded = lynxkv.load_model(ref, report=output.note)
+    loaded = ModelChoice(ref=ref, dtype=model_dtype, device=device).load(output.note)
     check_identity(identity, loaded.identity)
     suffix_ids = _suffix_ids(loaded, question, identity.turn)
     if unverified:

@@ -11,7 +11,8 @@ import typer
 
 from lynxkv.errors import InputError
 from lynxkv_cli._errors import UsageProblem
-from lynxkv_cli._options import Json, Model, Quiet, Url
+from lynxkv_cli._models import ModelChoice
+from lynxkv_cli._options import Device, Json, Model, ModelDtypeOption, Quiet, Url
 from lynxkv_cli._output import Output
 from lynxkv_cli.check import superseded
 
@@ -44,6 +45,8 @@ def inspect(
         Path | None, typer.Option(metavar="KV.safetensors", help="Compare with the KV cache in this file.")
     ] = None,
     model: Model = None,
+    model_dtype: ModelDtypeOption = "float32",
+    device: Device = "cpu",
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -62,7 +65,7 @@ def inspect(
 
         errors = lynxkv.compare(url, kv_from_safetensors(against), precision=precision)
     elif model is not None:
-        errors = _compare_with_model(url, model, precision, output)
+        errors = _compare_with_model(url, ModelChoice(ref=model, dtype=model_dtype, device=device), precision, output)
     queries = None if errors is None else "keys" if model is None else "model"
     output.result(
         {
@@ -76,7 +79,9 @@ def inspect(
         output.data(f"\nattention of {QUERIES_OF[queries]}\n\n" + error_table(errors))
 
 
-def _compare_with_model(url: str, ref: str, precision: Precision | None, output: Output) -> list[TensorError]:
+def _compare_with_model(
+    url: str, choice: ModelChoice, precision: Precision | None, output: Output
+) -> list[TensorError]:
     """Prefill the cached tokens again, and watch the model attend to them."""
     import lynxkv
     from lynxkv.fidelity import QUERIES
@@ -90,7 +95,7 @@ def _compare_with_model(url: str, ref: str, precision: Precision | None, output:
         what = "does not store its token ids" if stored is None else f"starts at position {extent.start}"
         hint = "compare with --against and the KV cache it was made from"
         raise InputError(f"{url} {what}", hint=hint)
-    model = lynxkv.load_model(ref, report=output.note)
+    model = choice.load(output.note)
     check_identity(extent.identity, model.identity)
     ids = stored.tolist()
     check_prompt(model, ids)

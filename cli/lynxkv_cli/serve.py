@@ -11,7 +11,22 @@ import typer
 from lynxkv.choices import OnFailure
 from lynxkv.errors import InputError
 from lynxkv_cli._errors import UsageProblem
-from lynxkv_cli._options import CACHE_MAX_BYTES, CacheDir, CacheMaxBytes, Json, Model, Quiet, parse_link, parse_size
+from lynxkv_cli._models import ModelChoice
+from lynxkv_cli._options import (
+    CACHE_MAX_BYTES,
+    CONCURRENCY,
+    CacheDir,
+    CacheMaxBytes,
+    Concurrency,
+    Device,
+    Json,
+    Model,
+    ModelDtypeOption,
+    Quiet,
+    ResidualUrl,
+    parse_link,
+    parse_size,
+)
 from lynxkv_cli._output import Output
 
 HELP = """Example: lynxkv serve . --model smollm2
@@ -30,6 +45,8 @@ server answers; its log goes to stderr.
 def serve(
     store: Annotated[str, typer.Argument(metavar="URL", help="The folder or prefix that the caches are under.")],
     model: Model = None,
+    model_dtype: ModelDtypeOption = "float32",
+    device: Device = "cpu",
     host: Annotated[str, typer.Option(metavar="HOST", help="Where to listen; loopback by default.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="0 takes a free one.")] = 8000,
     queue: Annotated[
@@ -53,6 +70,8 @@ def serve(
     hot: Annotated[
         int, typer.Option(metavar="MIB", min=0, help="Memory for caches that were used lately, of remote stores.")
     ] = 1024,
+    concurrency: Concurrency = CONCURRENCY,
+    residual_url: ResidualUrl = None,
     cache_dir: CacheDir = None,
     cache_max_bytes: CacheMaxBytes = CACHE_MAX_BYTES,
     refresh: Annotated[float, typer.Option(metavar="SECONDS", help="How often the store is listed.")] = 30.0,
@@ -90,6 +109,8 @@ def serve(
         drain_s=drain,
         memory_bytes=memory << 20,
         hot_bytes=hot << 20,
+        concurrency=concurrency,
+        residual_url=residual_url,
         cache_dir=cache_dir,
         cache_max_bytes=parse_size(cache_max_bytes),
         refresh_s=refresh,
@@ -109,10 +130,8 @@ def serve(
 
     file_system(store)
     listener = listen(options)
-    import lynxkv
 
-    output.note(f"loading {model}")
-    loaded = lynxkv.load_model(model, report=output.note)
+    loaded = ModelChoice(ref=model, dtype=model_dtype, device=device).load(output.note)
 
     from lynxkv.server.app import create_app
     from lynxkv.server.observing import log_to_stderr

@@ -188,7 +188,8 @@ class RangeReader:
 
     def _late(self) -> FetchError:
         return FetchError(
-            f"{self.url}: not fetched within {self.options.deadline_s:g} s", hint="allow more time with deadline_s"
+            f"{self.url}: not fetched within {self.options.deadline_s:g} s",
+            hint="allow more time: deadline_s, or --deadline",
         )
 
     async def _pause(self, error: FetchError, failures: int) -> None:

@@ -9,6 +9,9 @@ from typing import get_args
 from lynxkv.choices import OnFailure
 from lynxkv.errors import InputError
 from lynxkv.fetch.options import CACHE_MAX_BYTES
+from lynxkv.store import Url
+
+_NO_LIMITS = ("host", "port", "hot_bytes", "residual_url", "cache_dir", "publish", "on_failure")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,8 @@ class ServeOptions:
         drain_s: how long running requests may still take when the server is asked to stop.
         memory_bytes: of all runs' live caches and what belongs to them; model weights are left out.
         hot_bytes: of caches kept in memory as they are stored; those of local stores are the system's to keep.
+        concurrency: requests to the store in flight, a run.
+        residual_url: the folder or prefix that holds the Residuals of all caches, if they are not beside the Anchors.
         cache_dir: a folder of this machine's disk for caches of remote stores; see `FetchOptions`.
         cache_max_bytes: what that folder may take.
         refresh_s: how often the store is listed.
@@ -47,6 +52,8 @@ class ServeOptions:
     drain_s: float = 30.0
     memory_bytes: int = 4 << 30
     hot_bytes: int = 1 << 30
+    concurrency: int = 8
+    residual_url: Url | None = None
     cache_dir: Path | None = None
     cache_max_bytes: int = CACHE_MAX_BYTES
     refresh_s: float = 30.0
@@ -63,5 +70,5 @@ class ServeOptions:
             raise InputError(f"on_failure is {self.on_failure!r}", hint="use error or recompute")
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name not in ("host", "port", "hot_bytes", "cache_dir", "publish", "on_failure") and not value > 0:
+            if field.name not in _NO_LIMITS and not value > 0:
                 raise InputError(f"{field.name} is {value}", hint="limits are above 0")

@@ -194,6 +194,8 @@ class Service:
         options = FetchOptions(
             deadline_s=self.options.deadline_s,
             transport=reading,
+            concurrency=self.options.concurrency,
+            residual_url=self.options.residual_url,
             cache_dir=self.options.cache_dir,
             cache_max_bytes=self.options.cache_max_bytes,
         )

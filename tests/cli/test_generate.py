@@ -110,7 +110,7 @@ def test_an_interrupt_while_the_model_is_loaded(lynx: Lynx, tmp_path: Path, monk
 
     monkeypatch.setattr("lynxkv.checkpoints.load_model", load)
     done = lynx("encode", PROMPT, "--model", "tiny", "--out", tmp_path / "a.lynx")
-    assert (done.code, done.out, done.err) == (130, "", "error: interrupted\n")
+    assert (done.code, done.out, done.err) == (130, "", "loading tiny\nerror: interrupted\n")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -123,3 +123,27 @@ def test_escape_sequences_reach_no_terminal(terminal: bool, monkeypatch: pytest.
     view.on_event(Verified([2], "\x07"))
     view.finish()
     assert stream.getvalue() == ("a[2Jb\n" if terminal else "a\x1b[2Jb\n\x07\n")
+
+
+def test_the_model_is_loaded_as_it_is_asked_for(lynx: Lynx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def load_model(ref: str, **options: Any) -> Model:
+        asked.append({"ref": ref, "dtype": options["dtype"], "device": options["device"]})
+        return tiny_model()
+
+    monkeypatch.setattr("lynxkv.checkpoints.load_model", load_model)
+    named = ("--model", "tiny", "--model-dtype", "bfloat16", "--device", "cuda:1")
+    assert lynx("encode", PROMPT, "--out", tmp_path / "a.lynx", *named).code == 0
+    assert lynx("generate", tmp_path / "a.lynx", "--max-new-tokens", 2, *named).code == 0
+    assert lynx("inspect", tmp_path / "a.lynx", *named).code == 0
+    assert asked == [{"ref": "tiny", "dtype": "bfloat16", "device": "cuda:1"}] * 3
+
+
+def test_limits_of_fetching(lynx: Lynx, tmp_path: Path, tiny: Model) -> None:
+    encoded(lynx, tmp_path / "a.lynx")
+    for command in (("check",), ("generate", "--model", "tiny"), ("export", "--out", tmp_path / "a.safetensors")):
+        done = lynx(*command, tmp_path / "a.lynx", "--deadline", "0.000001", "--concurrency", 1)
+        assert (done.code, "not fetched within" in done.err) == (1, True), done.err
+        refused = lynx(*command, tmp_path / "a.lynx", "--concurrency", 257)
+        assert (refused.code, "257" in refused.err) == (2, True)

@@ -322,3 +322,14 @@ def test_a_publication_that_does_not_fit(model: Model, tmp_path: Path) -> None:
         eventually(lambda: told == ["busy", "published"] and publisher.held_bytes == 0)
         refuse()
         eventually(lambda: told[2:] == ["there_already"] and memory.held == 0)
+
+
+def test_residuals_may_be_elsewhere(model: Model, tmp_path: Path) -> None:
+    ids, elsewhere = some_ids(300), tmp_path / "cold"
+    encode(prefill(model, ids), str(tmp_path / "hot" / "a.lynx"), identity=model.identity, residual_url=str(elsewhere))
+    asked = [*ids, *some_ids(5, seed=1)]
+    with running(model, str(tmp_path / "hot"), residual_url=str(elsewhere), concurrency=2) as server:
+        found = complete(server, asked)
+        assert (found["source"], found["choices"][0]["text"]) == ("cache", without(model, asked))
+    with running(model, str(tmp_path / "hot")) as server:
+        assert complete(server, ids[:5], cache="a.lynx")["error"]["code"] == "cache_not_found"
