@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from lynxkv.errors import CacheNotFoundError, FormatError, StoreError
+from lynxkv.errors import CacheNotFoundError, LynxError
 from lynxkv.fetch import CacheReader
 from lynxkv.format.document import ANCHOR_NAME
 from lynxkv.layout import PREFIX_BLOCK_TOKENS, CacheHeader, Identity
@@ -141,7 +141,7 @@ class Catalog:
             with CacheReader(url, header_only=True, alone=True) as reader:
                 digests = reader.prefix_sha256()
                 header = reader.header
-        except (StoreError, FormatError, ValueError):
+        except (LynxError, ValueError):  # whatever is wrong with it is no matter of the others
             return None
         return Entry(
             name=name,

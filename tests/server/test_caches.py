@@ -17,13 +17,22 @@ import pytest
 import lynxkv
 from lynxkv.codecs.uniform import Uniform
 from lynxkv.encoder import encode
-from lynxkv.errors import FetchError
+from lynxkv.errors import (
+    FetchError,
+    FormatError,
+    IdentityError,
+    InputError,
+    LynxError,
+    StoreError,
+    UnsupportedModelError,
+)
 from lynxkv.fetch import CacheReader
 from lynxkv.integrations.hf import Model
 from lynxkv.kv import KV
 from lynxkv.models import prefill
 from lynxkv.server.catalog import Catalog
 from lynxkv.server.hot import HotCaches, RecordingTransport
+from lynxkv.server.problems import Refusal
 from lynxkv.server.uncached import generate_uncached
 from lynxkv.store import Store
 from lynxkv.store.transport import Answer, chunks_of, transport_for
@@ -143,6 +152,42 @@ def test_a_refresh_reads_what_is_new(model: Model, root: Path, monkeypatch: pyte
     assert {entry.name: entry.tokens for entry in catalog.entries} == {"a/long.lynx": 310, "a/short.lynx": 256}
     assert catalog.longest_prefix(some_ids(320), [model.identity]) == catalog.find("a/long.lynx")
     assert Catalog(str(root / "nothing")).refresh() == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Refusal("no"),
+        FormatError("no"),
+        IdentityError("no", field="model_id"),
+        StoreError("no"),
+        InputError("no"),
+        UnsupportedModelError("no"),
+        LynxError("no"),
+        ValueError("no"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_cache_that_cannot_be_read_hides_no_other(
+    model: Model, root: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def failing(url: str, **options: Any) -> Any:
+        if "other" in url:
+            raise error
+        return CacheReader(url, **options)
+
+    monkeypatch.setattr("lynxkv.server.catalog.CacheReader", failing)
+    catalog = Catalog(str(root))
+    catalog.refresh()
+    assert [entry.name for entry in catalog.entries] == ["a/long.lynx", "a/short.lynx"]
+
+
+def test_a_cache_of_an_odd_name_hides_no_other(model: Model, root: Path) -> None:
+    for name in ("may (1)", "mañana?", ".hidden"):
+        shutil.copytree(root / "a" / "long.lynx", root / f"{name}.lynx")
+    with running(model, str(root)) as server:
+        assert [entry.name for entry in server.service.catalog.entries] == ["a/long.lynx", "a/short.lynx", "other.lynx"]
+        assert complete(server, some_ids(310))["cache"] == "a/long.lynx"
 
 
 def test_a_miss_is_published_in_the_background(model: Model, tmp_path: Path) -> None:
