@@ -1,7 +1,8 @@
 """Caches that were used lately, kept in memory as they are stored, up to a bound.
 
 A transport writes down what it brings. When a run has ended well all of it has passed its checks, and it serves the
-next readers of that cache. What a run was not content with is dropped.
+next readers of that cache. What a run was not content with is dropped, and so is what was replaced in its store; what
+was being read meanwhile is then not kept either.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 from lynxkv.store import Store
 from lynxkv.store.transport import Answer, Transport, chunks_of, transport_for
@@ -48,11 +50,18 @@ class _Object:
         return None
 
 
+class Generation:
+    """What a cache was like from one `drop` to the next: readings of one generation may be of the same bytes."""
+
+
 class RecordingTransport:
     """Another transport, whose bytes are written down, or come from what is `known` by then where they are there."""
 
-    def __init__(self, inner: Transport, known: Callable[[], dict[str, _Object]], most_bytes: int) -> None:
+    def __init__(
+        self, inner: Transport, known: Callable[[], dict[str, _Object]], most_bytes: int, generation: Generation
+    ) -> None:
         self._inner, self._known, self._most_bytes = inner, known, most_bytes
+        self.generation = generation
         self.is_remote = inner.is_remote
         self.written: dict[str, _Object] = {}
         self.written_bytes = 0
@@ -109,7 +118,8 @@ class _Hot:
 
 
 class HotCaches:
-    """Up to `limit` bytes of caches, the least lately used dropped first. Used on one event loop.
+    """Up to `limit` bytes of caches, the least lately used dropped first. Used on one event loop, where nothing else is
+    said.
 
     Attributes:
         hits, misses: opened caches that were here, and that were not.
@@ -118,6 +128,9 @@ class HotCaches:
     def __init__(self, limit: int, workers: Executor) -> None:
         self._limit, self._workers = limit, workers
         self._kept: OrderedDict[str, _Hot] = OrderedDict()
+        # Of caches that are being read; readings that a `drop` has left behind hold one that is not here.
+        self._generations: WeakValueDictionary[str, Generation] = WeakValueDictionary()
+        self._lock = threading.Lock()
         self.hits = self.misses = 0
 
     @property
@@ -130,11 +143,13 @@ class HotCaches:
         return HotReading(self)
 
     def transport(self, store: Store) -> RecordingTransport:
-        """A transport for one reading of the cache at a store."""
+        """A transport for one reading of the cache at a store; of any thread."""
         url = store.url
+        with self._lock:
+            generation = self._generations.setdefault(url, Generation())
         hot = self._kept.get(url)
         if hot is not None and time.monotonic() - hot.kept_at > MOST_S:
-            self.drop(url)
+            self._kept.pop(url, None)
             hot = None
         if hot is not None:
             self._kept.move_to_end(url)
@@ -142,15 +157,16 @@ class HotCaches:
         self.misses += hot is None
         # Files of this machine are in its memory already, as far as they fit.
         limit = 0 if store.is_local else self._limit
-        return RecordingTransport(transport_for(store, "auto", self._workers), partial(self._objects, url), limit)
+        inner = transport_for(store, "auto", self._workers)
+        return RecordingTransport(inner, partial(self._objects, url), limit, generation)
 
     def has(self, url: str) -> bool:
         """Whether a cache is kept; of any thread."""
         return url in self._kept
 
     def keep(self, url: str, transport: RecordingTransport) -> None:
-        """Keep what a transport brought, which has all passed its checks."""
-        if not transport.written:
+        """Keep what a transport brought, which has all passed its checks, unless the cache was dropped meanwhile."""
+        if not transport.written or self._generations.get(url) is not transport.generation:
             return
         known = transport.known
         objects = {**known, **transport.written}
@@ -160,7 +176,7 @@ class HotCaches:
             for start, stop in transport.written[name].known:
                 objects[name].write(start, transport.written[name].data[start:stop])
         size = sum(len(item.data) for item in objects.values())
-        self.drop(url)
+        self._kept.pop(url, None)
         if size > self._limit:
             return
         self._kept[url] = _Hot(objects=objects, bytes=size, kept_at=time.monotonic())
@@ -168,7 +184,9 @@ class HotCaches:
             self._kept.popitem(last=False)
 
     def drop(self, url: str) -> None:
-        """Forget a cache, if it is here."""
+        """Forget a cache, if it is here, and keep nothing of what is being read of it."""
+        with self._lock:
+            self._generations.pop(url, None)
         self._kept.pop(url, None)
 
     def _objects(self, url: str) -> dict[str, _Object]:

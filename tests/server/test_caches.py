@@ -31,7 +31,7 @@ from lynxkv.integrations.hf import Model
 from lynxkv.kv import KV
 from lynxkv.models import prefill
 from lynxkv.server.catalog import Catalog
-from lynxkv.server.hot import HotCaches, RecordingTransport
+from lynxkv.server.hot import HotCaches, HotReading, RecordingTransport
 from lynxkv.server.problems import Refusal
 from lynxkv.server.uncached import generate_uncached
 from lynxkv.store import Store
@@ -347,6 +347,39 @@ def test_the_least_lately_used_goes_first(monkeypatch: pytest.MonkeyPatch) -> No
             await use(small, 1, 20, 60)
             await use(small, 1, 10, 55)
             assert (small.bytes, small.hits) == (60, 2)
+
+    asyncio.run(scenario())
+
+
+def test_what_is_read_while_a_cache_is_dropped_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lynxkv.server.hot.transport_for", lambda *arguments: Plain())
+    one, other = Store("memory://h/one.lynx"), Store("memory://h/other.lynx")
+
+    async def read(hot: HotCaches, *stores: Store) -> HotReading:
+        reading = hot.reading()
+        for store in stores:
+            async with reading(store).get("ab", 0, 200) as answer:
+                assert b"".join([bytes(chunk) async for chunk in answer.chunks]) == b"ab" * 100
+        return reading
+
+    async def scenario() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            hot = HotCaches(1000, pool)
+            first, second = await read(hot, one, other), await read(hot, one)
+            hot.drop(one.url)  # a listing has found another
+            first.keep()
+            second.keep()
+            assert (hot.has(one.url), hot.has(other.url)) == (False, True)
+            later, beside = await read(hot, one), await read(hot, one)
+            later.keep()
+            assert hot.has(one.url)
+            # One reading keeps nothing from another of the same bytes.
+            beside.keep()
+            assert (hot.has(one.url), hot.bytes) == (True, 400)
+            # What a reading was not content with is not kept by those beside it.
+            beside.drop()
+            later.keep()
+            assert not hot.has(one.url)
 
     asyncio.run(scenario())
 
