@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +34,8 @@ class Entry:
         tokens: of its prompt, those of the caches that it continues included.
         parts: ranges of tokens that make up the prompt, with the SHA-256 of their ids as u32; none if unknown.
         digest: of the last whole block of the prompt (SPEC 9.2), None without one.
-        stamp: of its Anchor; None for one that was just published, until it is seen in the store.
+        stamp: of its Anchor; None until the next listing, for one that was just published or has turned out to be
+            another.
     """
 
     name: str
@@ -47,8 +48,7 @@ class Entry:
 
     def begins(self, ids: U32) -> bool:
         """Whether its tokens are the first of a prompt, but not all of it."""
-        digests = (hashlib.sha256(ids[start:stop].tobytes()).hexdigest() for start, stop, _ in self.parts)
-        return self.tokens < len(ids) and all(map(str.__eq__, digests, (digest for _, _, digest in self.parts)))
+        return _begin(self.parts, ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +99,13 @@ class Catalog:
         """Know a cache that was just published."""
         with self._lock:
             self._show({**self._now.by_name, entry.name: entry})
+
+    def doubt(self, entry: Entry) -> None:
+        """Find a cache, which the store has another of by now, by its name only until the next listing."""
+        with self._lock:
+            if self._now.by_name.get(entry.name) is entry:
+                doubted = replace(entry, parts=(), digest=None, stamp=None)
+                self._show({**self._now.by_name, entry.name: doubted})
 
     def refresh(self) -> list[str]:
         """List the store, and read the headers of what is new in it; returns URLs of caches that have changed.
@@ -152,6 +159,21 @@ class Catalog:
             identity=header.identity,
             stamp=stamp,
         )
+
+
+def begins(header: CacheHeader, prompt_ids: Sequence[int]) -> bool:
+    """Whether the tokens of the cache that has this header, and those that it continues, are the first of a prompt, but
+    not all of it. A cache that does not say which tokens it has begins nothing.
+    """
+    return _begin(_parts(header), np.asarray(prompt_ids, "<u4"))
+
+
+def _begin(parts: tuple[tuple[int, int, str], ...], ids: U32) -> bool:
+    return (
+        bool(parts)
+        and parts[-1][1] < len(ids)
+        and all(hashlib.sha256(ids[start:stop].tobytes()).hexdigest() == digest for start, stop, digest in parts)
+    )
 
 
 def _parts(header: CacheHeader) -> tuple[tuple[int, int, str], ...]:

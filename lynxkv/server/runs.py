@@ -79,9 +79,14 @@ class CachedRun(Run):
     pace: Callable[[int], Pace]
 
     @property
+    def content(self) -> tuple[str, str]:
+        """Equal for requests over the same cache; one that was replaced between their openings is another."""
+        return self.url, self.reader.anchor_head.header_sha256
+
+    @property
     def together(self) -> Hashable | None:
         """Requests over one cache, and over all that are here already: none of those waits for the cache of another."""
-        return ("here", self.model.identity.salt_sha256) if self.is_here() else self.url
+        return ("here", self.model.identity.salt_sha256) if self.is_here() else self.content
 
     @property
     def loads(self) -> Hashable | None:
@@ -197,7 +202,7 @@ def execute(jobs: Sequence[RunJob], loaded: Callable[[], None]) -> None:
             job.work.told.retract("decoding with others has failed; it is done again")
         if len(wanted := [job for job in left if job.wanted]) < len(left):
             execute(wanted, loaded)
-        elif isinstance(error, StoreError | FormatError) and len({run.url for run in runs}) == 1:
+        elif isinstance(error, StoreError | FormatError) and len({run.content for run in runs}) == 1:
             for job in left:
                 job.fail(error)
         else:
@@ -211,9 +216,9 @@ def _alone(job: RunJob, loaded: Callable[[], None]) -> None:
 
 def _together(jobs: Sequence[RunJob], runs: Sequence[CachedRun], loaded: Callable[[], None]) -> None:
     # The first of those over a cache reads it for all.
-    reading: dict[str, CachedRun] = {}
+    reading: dict[Hashable, CachedRun] = {}
     for run in runs:
-        reading.setdefault(run.url, run)
+        reading.setdefault(run.content, run)
 
     def on_event(run: CachedRun, event: Event) -> None:
         if isinstance(event, Verified) and not any(run.told.verified for run in runs):
@@ -228,7 +233,7 @@ def _together(jobs: Sequence[RunJob], runs: Sequence[CachedRun], loaded: Callabl
     decode_batch(
         [
             BatchPrompt(
-                reader=reading[run.url].reader,
+                reader=reading[run.content].reader,
                 suffix_ids=run.suffix_ids,
                 max_new_tokens=run.new_tokens,
                 sampling=run.ask.sampling,

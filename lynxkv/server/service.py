@@ -18,11 +18,11 @@ from lynxkv.errors import FormatError, IdentityError, LynxError, StoreError
 from lynxkv.fetch import CacheReader, FetchOptions
 from lynxkv.identity import check_identity
 from lynxkv.integrations.hf import Model
-from lynxkv.layout import Identity
+from lynxkv.layout import CacheHeader, Identity
 from lynxkv.pace import Pace
 from lynxkv.server.admission import Memory, Places, Sizes
 from lynxkv.server.answers import Form
-from lynxkv.server.catalog import Catalog, Entry
+from lynxkv.server.catalog import Catalog, Entry, begins
 from lynxkv.server.hot import HotCaches
 from lynxkv.server.keys import Caller, Keys
 from lynxkv.server.logprobs import Logprobs
@@ -44,6 +44,10 @@ from lynxkv.store import Link
 
 LOG = logging.getLogger("lynxkv.server")
 READERS = 8
+
+
+class _ReplacedError(Exception):
+    """What is stored is no longer the cache that was listed."""
 
 
 class Service:
@@ -166,9 +170,12 @@ class Service:
             url = self._url_of(ask.cache, caller)
             return await self._from_cache(ask, caller, ask.cache, url, None, told, began_at)
         prompt_ids = await self._prompts.whole(ask)
-        entry = self.catalog.longest_prefix(prompt_ids, caller.identities(self.model.identity))
-        if entry is not None:
-            return await self._from_cache(ask, caller, entry.name, entry.url, prompt_ids, told, began_at)
+        while entry := self.catalog.longest_prefix(prompt_ids, caller.identities(self.model.identity)):
+            try:
+                return await self._from_cache(ask, caller, entry.name, entry.url, prompt_ids, told, began_at)
+            except _ReplacedError:
+                self.hot.drop(entry.url)
+                self.catalog.doubt(entry)
         return await self._uncached(ask, caller, prompt_ids, told, began_at)
 
     def _url_of(self, name: str, caller: Caller) -> str:
@@ -187,7 +194,11 @@ class Service:
     async def _from_cache(
         self, ask: Ask, caller: Caller, name: str, url: str, prompt_ids: list[int] | None, told: Told, began_at: float
     ) -> Answer:
-        """The answer from a cache that is named, or whose tokens are the first of `prompt_ids`."""
+        """The answer from a cache that is named, or whose tokens are the first of `prompt_ids`.
+
+        Raises:
+            _ReplacedError: of the latter, they are not, or it is of another model.
+        """
         policy = ask.on_failure or (self.options.on_failure if prompt_ids is None else "recompute")
         reading = self.hot.reading()
         link = None if self.hot.has(url) else self._link
@@ -201,6 +212,8 @@ class Service:
         )
         try:
             async with self._openings.open(url, link=link, options=options) as reader:
+                if prompt_ids is not None and not self._suits(reader.header, prompt_ids, caller):
+                    raise _ReplacedError
                 model = self._model_for(reader.header.identity, caller)
                 tokens = reader.extent.stop
                 if prompt_ids is None:
@@ -274,6 +287,10 @@ class Service:
                 return identity
         return None
 
+    def _suits(self, header: CacheHeader, prompt_ids: list[int], caller: Caller) -> bool:
+        """Whether a cache, now that it is open, is one that its listing made it out to be."""
+        return begins(header, prompt_ids) and self._identity_for(header.identity, caller) is not None
+
     def _model_for(self, cache: Identity, caller: Caller) -> SharedModel:
         identity = self._identity_for(cache, caller)
         if identity is None:
@@ -289,7 +306,7 @@ class Service:
 
     def _bytes_of(self, runs: Sequence[Run]) -> int:
         """An upper estimate of what runs hold that go together."""
-        caches = {run.url for run in runs if isinstance(run, CachedRun)}
+        caches = {run.content for run in runs if isinstance(run, CachedRun)}
         return self._sizes.run_bytes(
             max(run.tokens for run in runs),
             max(run.new_tokens for run in runs),

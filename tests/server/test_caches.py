@@ -37,6 +37,7 @@ from lynxkv.server.uncached import generate_uncached
 from lynxkv.store import Store
 from lynxkv.store.transport import Answer, chunks_of, transport_for
 from lynxkv.testing.faults import FaultyTransport
+from lynxkv.testing.tiny_models import tiny_model
 from tests.server.conftest import Running, eventually, running
 from tests.server.test_refusals import send
 
@@ -294,6 +295,44 @@ def test_a_cache_that_was_used_stays_in_memory(model: Model, monkeypatch: pytest
         assert server.service.hot.bytes == 0
         assert complete(server, ids)["source"] == "prefill"
         assert complete(server, some_ids(310, seed=1))["source"] == "cache"
+    lynxkv.remove(url)
+
+
+@pytest.mark.parametrize("another", ["text", "model"])
+def test_a_cache_that_was_replaced_since_it_was_listed(model: Model, root: Path, another: str) -> None:
+    """It is no prefix of the prompt any more, whatever the listing says: another one is, or none."""
+    ids, url = some_ids(310), root / "a" / "long.lynx"
+    with running(model, str(root), refresh_s=3600.0) as server:
+        publish(model if another == "text" else tiny_model("llama", seed=1), str(url), some_ids(290, seed=2))
+        answer = complete(server, ids)
+        assert (answer["status"], answer["source"], answer["cache"]) == (200, "cache", "a/short.lynx")
+        assert answer["choices"][0]["text"] == from_cache(model, root / "a" / "short.lynx", ids[256:])
+        publish(model, str(root / "a" / "short.lynx"), some_ids(300, seed=3))
+        answer = complete(server, ids)
+        assert (answer["source"], answer["load_failure"]) == ("prefill", None)
+        assert answer["choices"][0]["text"] == without(model, ids)
+        # It is still there by its name, and by its own prompt from the next listing on.
+        named = complete(server, [5, 6], cache="a/short.lynx")
+        assert named["choices"][0]["text"] == from_cache(model, root / "a" / "short.lynx", [5, 6])
+        assert complete(server, some_ids(310, seed=3))["source"] == "prefill"
+        asyncio.run(server.service.refresh())
+        assert complete(server, some_ids(310, seed=3))["cache"] == "a/short.lynx"
+
+
+def test_a_copy_in_memory_of_what_was_replaced(model: Model) -> None:
+    """The listing knows of the new one already, the memory of the old one."""
+    url, old, new = "memory://replaced-caches/a.lynx", some_ids(310), some_ids(310, seed=1)
+    publish(model, url, old[:300])
+    with running(model, "memory://replaced-caches", refresh_s=3600.0) as server:
+        assert complete(server, old)["source"] == "cache"
+        publish(model, url, new[:300])
+        server.service.catalog.refresh()
+        assert server.service.hot.has(url)
+        answer = complete(server, new)
+        assert (answer["source"], answer["choices"][0]["text"]) == ("prefill", without(model, new))
+        assert not server.service.hot.has(url)
+        asyncio.run(server.service.refresh())
+        assert complete(server, new)["source"] == "cache"
     lynxkv.remove(url)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from lynxkv.encoder import encode
 from lynxkv.integrations.hf import Model
+from lynxkv.models import prefill
 from lynxkv.store.transport import transport_for
 from lynxkv.testing.faults import FaultyTransport
 from lynxkv.testing.tiny_models import tiny_model
 from tests.server.conftest import Running, eventually, running
-from tests.server.test_caches import damage, publish, some_ids
+from tests.server.test_caches import CODEC, damage, from_cache, publish, some_ids
 from tests.server.test_refusals import GOOD, send
 
 if TYPE_CHECKING:
@@ -64,16 +66,23 @@ def root(model: Model, tmp_path: Path) -> Path:
 
 
 @contextmanager
-def all_wait(server: Running, gate: Gate, bodies: Sequence[dict[str, Any]]) -> Iterator[list[Future[Any]]]:
-    """The answers to requests that wait together, from when this is left."""
+def all_wait(
+    server: Running,
+    gate: Gate,
+    bodies: Sequence[dict[str, Any]],
+    *,
+    between: Callable[[int], None] = lambda waiting: None,
+) -> Iterator[list[Future[Any]]]:
+    """The answers to requests that wait together, from when this is left. `between` is called when so many wait."""
     with ThreadPoolExecutor(len(bodies) + 1) as pool:
         pool.submit(send, server, {"model": server.service.model_name, "prompt": "w5"}, path=COMPLETIONS)
         eventually(gate.reached.is_set)
         asked = []
-        for number, body in enumerate(bodies, 2):
+        waiting = server.service._worker._waiting
+        for number, body in enumerate(bodies, 1):
             asked.append(pool.submit(send, server, body, path=COMPLETIONS))
-            eventually(lambda number=number: server.service.places.taken == number)  # type: ignore[misc]
-        eventually(lambda: sum(map(len, server.service._worker._waiting.values())) == len(bodies))
+            eventually(lambda number=number: sum(map(len, waiting.values())) == number)  # type: ignore[misc]
+            between(number)
         yield asked
         gate.opened.set()
 
@@ -187,6 +196,28 @@ def test_a_cache_that_fails_fails_its_own(model: Model, root: Path, gate: Gate) 
         assert answers[1][2]["error"]["code"] == "cache_damaged"
         for body, (_, _, answer) in list(zip(bodies, answers, strict=True))[::2]:
             assert answer["choices"] == alone(server, body)
+
+
+def test_a_cache_that_is_replaced_while_requests_wait(model: Model, root: Path, gate: Gate) -> None:
+    """Each has its answer from what it has opened. Small caches are in memory once they are open."""
+    gate.opened.set()
+    url = root / "long.lynx"
+    kv = prefill(model, some_ids(50, seed=2))
+    first = from_cache(model, url, [5, 6])
+    gate.opened.clear()
+    gate.reached.clear()
+
+    def replace(waiting: int) -> None:
+        if waiting == 2:
+            encode(kv, str(url), codec=CODEC, identity=model.identity, overwrite=True)
+
+    body = over("long.lynx", [5, 6], max_tokens=6)
+    with running(model, str(root), runs=1) as server:
+        with all_wait(server, gate, [body, body, body], between=replace) as asked:
+            pass
+        texts = [future.result()[2]["choices"][0]["text"] for future in asked]
+    assert texts == [first, first, from_cache(model, url, [5, 6])]
+    assert len(set(texts)) == 2
 
 
 def test_a_prompt_that_does_not_fit_fails_alone(model: Model, root: Path, gate: Gate) -> None:
