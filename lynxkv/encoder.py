@@ -280,7 +280,7 @@ def _head_of(shard: Shard) -> Callable[[int, int], bytes]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """A segment to be: `values` [H, t, D] in the declared dtype."""
+    """A segment to be: `values` [H, t, D] in the declared dtype, on the device that the model keeps its cache on."""
 
     ref: TensorRef
     values: Tensor
@@ -309,8 +309,7 @@ class _Encoding:
         """All segments to be; what explains those of a tensor is stored before its first one."""
         dtype = self.header.dtype
         for ref in self.header.tensors:
-            # Bytes are laid out in host memory, wherever the model keeps its cache.
-            x = self.kv.layers[ref.layer].tensors[ref.name].detach().to("cpu")
+            x = self.kv.layers[ref.layer].tensors[ref.name].detach()
             original = to_original(x, dtype, where=f"layer {ref.layer} {ref.name}")
             if ref.sinks:
                 sink = original[:, : ref.sinks].transpose(0, 1)
@@ -365,7 +364,7 @@ class _Encoding:
 
     def _exact_raw(self, part: _Part, first: U8, second: U8 | None) -> U8:
         """Decode a segment again and take the difference to the original."""
-        full = torch.empty(part.values.shape, dtype=part.values.dtype)
+        full = torch.empty(part.values.shape, dtype=part.values.dtype, device=part.values.device)
         dtype = self.header.dtype
         dequantize(first, second, part.ref.coding, part.tables, part.ref.spec, dtype, full)
         return pack_exact(_patterns(part.values), _patterns(full), dtype)
@@ -373,7 +372,7 @@ class _Encoding:
 
 def _patterns(tensor: Tensor) -> npt.NDArray[np.uint16]:
     """16-bit patterns of a bf16 or fp16 tensor, flat."""
-    return tensor.contiguous().view(torch.int16).numpy().view(np.uint16).reshape(-1)
+    return tensor.contiguous().view(torch.int16).cpu().numpy().view(np.uint16).reshape(-1)
 
 
 def _check_logits(logits: Tensor) -> int:
@@ -446,5 +445,5 @@ def _u8(values: npt.NDArray[np.generic]) -> U8:
 
 
 def _tensor_u8(tensor: Tensor) -> U8:
-    flat: U8 = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    flat: U8 = tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy()
     return flat

@@ -252,7 +252,7 @@ def dequantize_entropy(
 
 
 def _bytes(tensor: Tensor) -> U8:
-    flat: U8 = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    flat: U8 = tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy()
     return flat
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from lynxkv import ContentError
 from lynxkv.codecs import Codec, get_codec
 from lynxkv.codecs.base import Place
+from lynxkv.encoder import encode_shards
 from lynxkv.format.basis import RopeTables, TensorBasis
 from lynxkv.kernels import (
     EntropyTables,
@@ -28,6 +29,7 @@ from lynxkv.kernels import (
     reference,
 )
 from lynxkv.kernels.rounding import TORCH_DTYPES
+from lynxkv.kv import KV, KVLayer
 from lynxkv.layout import TensorSpec
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -97,6 +99,25 @@ def test_same_bits_as_the_reference(kernels: ModuleType, codec: Codec) -> None:
                 assert torch.equal(_bits(buffer[:, 2:-4].cpu()), _bits(want))
                 assert torch.isnan(buffer[:, :2]).all()
                 assert torch.isnan(buffer[:, -4:]).all()
+
+
+@pytest.mark.parametrize("name", ["default", "fixed", "alg1", "int8", "raw"])
+def test_a_cache_is_encoded_where_its_tensors_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same shards as from tensors in host memory, exact section and attention sinks included."""
+    shards = []
+    for backend, device in (("reference", "cpu"), ("triton", DEVICE)):
+        monkeypatch.setenv("LYNXKV_BACKEND", backend)
+        layers = [
+            KVLayer(
+                tensors={key: tensor((2, 70, 8), "outliers", torch.bfloat16).to(device) for key in ("k", "v")},
+                start=0,
+                stop=70,
+            )
+            for _ in range(2)
+        ]
+        cache = encode_shards(KV(layers=layers, start=0, stop=70), codec=name, exact=name != "raw")
+        shards.append([b"".join(shard.buffers) for shard in (cache.anchor, cache.residual) if shard is not None])
+    assert shards[0] == shards[1]
 
 
 @pytest.mark.parametrize(

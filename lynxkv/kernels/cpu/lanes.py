@@ -302,9 +302,7 @@ def _permute(_context: Any, entries: Any, numbers: Any) -> Any:
         if "+avx2" in features.split(",") and "+avx512f" not in features.split(","):
             return _permute_halves(builder, *arguments)
         entries, numbers = arguments
-        return _picked(
-            builder, numbers, lambda number: builder.extract_element(entries, number), entries.type.element
-        )
+        return _picked(builder, numbers, lambda number: builder.extract_element(entries, number), entries.type.element)
 
     return entries(entries, numbers), generate
 

@@ -38,7 +38,7 @@ _one_at_a_time = threading.RLock() if os.environ.get("TRITON_INTERPRET") == "1" 
 def quantize(x: Tensor, coding: Coding, tables: Tables) -> tuple[U8, U8 | None]:
     """As `reference.quantize`, with the same codes."""
     if isinstance(coding, RawCoding):
-        return reference.quantize(x.cpu(), coding, tables)
+        return reference.quantize(x, coding, tables)
     if x.dtype not in TORCH_DTYPES.values():
         x = x.to(torch.float32)
     if x.stride(2) != 1:
