@@ -21,6 +21,8 @@ NEWEST = 0.3
 # A verification as bad as this, or worse, is this unlikely if the estimate is right. Shorter drafts say too little.
 SURPRISE = 0.01
 LEAST_DRAFT = 8
+# Shares of a probability that do not count.
+NEGLIGIBLE = 1e-16
 
 
 @dataclass
@@ -86,12 +88,24 @@ class Pace:
         """Whether a verification (see `verified`) came out worse than the estimate before it makes likely."""
         if drafted < LEAST_DRAFT:
             return False
-        passes = self.acceptance(target)
-        as_bad = sum(
-            math.comb(drafted, count) * passes**count * (1 - passes) ** (drafted - count)
-            for count in range(round(agreed) + 1)
-        )
-        return as_bad < SURPRISE
+        return at_most(round(agreed), drafted, self.acceptance(target)) < SURPRISE
+
+
+def at_most(most: int, tokens: int, passes: float) -> float:
+    """The probability that no more than `most` of `tokens` pass, each with a probability `passes` between 0 and 1."""
+    if most >= tokens:
+        return 1.0
+    if most > tokens * passes:  # by those that fail, of which there are few then
+        return 1.0 - at_most(tokens - most - 1, tokens, 1 - passes)
+    # The likeliest of these outcomes is the last one; those before it are ever smaller shares of it.
+    share, shares = 1.0, 0.0
+    for count in range(most, -1, -1):
+        shares += share
+        share *= count / (tokens - count + 1) * (1 - passes) / passes
+        if share < NEGLIGIBLE * shares:
+            break
+    ways = math.lgamma(tokens + 1) - math.lgamma(most + 1) - math.lgamma(tokens - most + 1)
+    return math.exp(ways + most * math.log(passes) + (tokens - most) * math.log1p(-passes) + math.log(shares))
 
 
 def _verified_s(begin_s: float, pass_s: float, left_s: float, tail_s: float) -> float:

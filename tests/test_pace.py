@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+from itertools import pairwise
+
 import pytest
 
-from lynxkv.pace import Pace
+from lynxkv.pace import Pace, at_most
 
 
 def pace(*, token_s: float = 0.03, row_s: float = 0.001) -> Pace:
@@ -86,3 +89,55 @@ def test_a_poor_draft_is_one_that_the_estimate_makes_unlikely() -> None:
     for _ in range(30):
         used_to_it.verified("full", 48, 38)
     assert not used_to_it.is_poor("full", 48, 38)
+
+
+def exactly_at_most(most: int, tokens: int, passes: Fraction) -> float:
+    """The binomial distribution in whole numbers, summed from its shorter end."""
+
+    def up_to(most: int, yes: int, no: int) -> int:
+        ways, total = 1, 0
+        for count in range(most + 1):
+            total += ways * yes**count * no ** (most - count)
+            ways = ways * (tokens - count) // (count + 1)
+        return total * no ** (tokens - most)
+
+    yes, of = passes.numerator, passes.denominator
+    if most < tokens / 2:
+        return float(Fraction(up_to(most, yes, of - yes), of**tokens))
+    return float(1 - Fraction(up_to(tokens - most - 1, of - yes, yes), of**tokens))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mosts"),
+    [
+        (1, [0, 1]),
+        (8, range(9)),
+        (100, range(101)),
+        (1100, [0, 100, 550, 1030, 1057, 1099, 1100]),
+    ],
+)
+@pytest.mark.parametrize("passes", [Fraction(24, 25), Fraction(1, 2), Fraction(1, 7), Fraction(199, 200)])
+def test_how_likely_so_few_are(tokens: int, mosts: list[int], passes: Fraction) -> None:
+    for most in mosts:
+        right = exactly_at_most(most, tokens, passes)
+        assert at_most(most, tokens, float(passes)) == pytest.approx(right, rel=1e-9, abs=1e-300)
+
+
+def test_drafts_of_any_length_are_judged() -> None:
+    passes = Fraction(1999, 2000)  # of 60,000 tokens 30 fail
+    for failed in (10, 30, 31, 60, 90):
+        right = exactly_at_most(60_000 - failed, 60_000, passes)
+        assert at_most(60_000 - failed, 60_000, float(passes)) == pytest.approx(right, rel=1e-8)
+    for tokens in (1031, 1100, 60_000):
+        assert not pace().is_poor("full", tokens, tokens)
+        assert not pace().is_poor("full", tokens, round(tokens * 0.96))
+        assert pace().is_poor("full", tokens, round(tokens * 0.9))
+        assert pace().is_poor("full", tokens, 0)
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 1100, 60_000])
+def test_more_tokens_are_never_less_likely(tokens: int) -> None:
+    found = [at_most(most, tokens, 0.96) for most in range(0, tokens + 1, max(1, tokens // 200))]
+    assert all(low <= high for low, high in pairwise(found))
+    assert at_most(tokens, tokens, 0.96) == 1.0
+    assert 0.0 <= found[0] <= 0.04 + 1e-12
