@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,8 @@ class Paged:
 
     `pages` is [pages, H, S, D], any strides: an engine's cache is brought into that form by indexing and permuting,
     without a copy. `table` [n] is in host memory, as int64. Only the slots of these tokens are ever written.
+
+    The table is checked when this is made, not for each `span` of it: a destination does well to keep one a tensor.
 
     Raises:
         InputError: `pages` has not four dims, or `table` names a page that there is not, one page twice, or too few.
@@ -61,6 +64,24 @@ class Paged:
     def device(self) -> torch.device:
         return self.pages.device
 
+    @property
+    def used(self) -> npt.NDArray[np.int64]:
+        """The pages of these tokens: of them, token i is in slot j % S of page `used[j // S]`, j = `first` % S + i."""
+        return self.table[self.first // self.slots : -(-(self.first + self.tokens) // self.slots)]
+
+    def span(self, start: int, stop: int) -> Paged:
+        """Tokens [start, stop) of these.
+
+        Raises:
+            InputError: there are no such tokens.
+        """
+        if not 0 <= start < stop <= self.tokens:
+            raise InputError(f"a part of a cache of pages that has {self.tokens} tokens cannot be [{start}, {stop})")
+        part = copy(self)  # checked already: it uses nothing of the table that the whole does not
+        object.__setattr__(part, "first", self.first + start)
+        object.__setattr__(part, "tokens", stop - start)
+        return part
+
     def places(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """(page, slot) of each token."""
         position = np.arange(self.first, self.first + self.tokens)
@@ -89,7 +110,7 @@ def span(out: Out, start: int, stop: int) -> Out:
     """Tokens [start, stop) of `out`."""
     if isinstance(out, Tensor):
         return out[:, start:stop]
-    return replace(out, first=out.first + start, tokens=stop - start)
+    return out.span(start, stop)
 
 
 def write(out: Out, values: Tensor) -> None:

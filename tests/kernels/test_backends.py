@@ -12,6 +12,7 @@ from torch import Tensor
 from lynxkv import ContentError, InputError
 from lynxkv.codecs import Codec, get_codec
 from lynxkv.kernels import Backend, Paged, backend, cpu, dequantize, reference
+from lynxkv.kernels.paged import span
 from lynxkv.kernels.rounding import TORCH_DTYPES
 from lynxkv.layout import TensorSpec
 from lynxkv.quantization import quantize as quantize_tensor
@@ -151,6 +152,40 @@ def test_block_tables_are_checked() -> None:
         Paged(pages=pages, table=np.zeros(1, np.int32), tokens=1)
     with pytest.raises(InputError):
         Paged(pages=pages[0], table=np.zeros(1, np.int64), tokens=1)
+
+
+def test_some_of_the_tokens_are_in_pages_that_have_been_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A segment at a time of a long table: only where its pages are is looked up."""
+    pages = torch.zeros(9, 2, 16, 8)
+    whole = Paged(pages=pages, table=np.array([7, 0, 3, 8, 1], np.int64), tokens=60, first=20)
+    monkeypatch.setattr(Paged, "__post_init__", lambda self: pytest.fail("the table is checked again"))
+    values = torch.arange(2 * 60 * 8, dtype=torch.float32).view(2, 60, 8)
+    for start, stop in ((0, 12), (12, 40), (40, 60)):
+        part = span(whole, start, stop)
+        assert isinstance(part, Paged)
+        assert part.shape == (2, stop - start, 8)
+        part.write(values[:, start:stop])
+    assert torch.equal(whole.read(), values)
+    part = span(span(whole, 10, 50), 5, 30)
+    assert isinstance(part, Paged)
+    assert (part.first, part.tokens) == (35, 25)
+    assert torch.equal(part.read(), values[:, 15:40])
+    for start, stop in ((-1, 5), (5, 5), (50, 61)):
+        with pytest.raises(InputError, match="has 60 tokens"):
+            span(whole, start, stop)
+
+
+def test_of_a_table_the_pages_in_use_are_told() -> None:
+    pages = torch.zeros(9, 2, 16, 8)
+    whole = Paged(pages=pages, table=np.array([7, 0, 3, 8, 1, 5], np.int64), tokens=60, first=20)
+    assert whole.used.tolist() == [0, 3, 8, 1]
+    for start, stop, used in ((0, 12, [0]), (12, 13, [3]), (11, 29, [0, 3, 8]), (59, 60, [1])):
+        part = span(whole, start, stop)
+        assert isinstance(part, Paged)
+        assert part.used.tolist() == used
+        page, slot = part.places()
+        assert page.tolist() == [part.used[(part.first % 16 + token) // 16] for token in range(stop - start)]
+        assert slot.tolist() == [(part.first + token) % 16 for token in range(stop - start)]
 
 
 @pytest.mark.parametrize("name", ["default", "alg1", "int8"])

@@ -28,6 +28,7 @@ from lynxkv.kernels import (
     quantize,
     reference,
 )
+from lynxkv.kernels.paged import span
 from lynxkv.kernels.rounding import TORCH_DTYPES
 from lynxkv.kv import KV, KVLayer
 from lynxkv.layout import TensorSpec
@@ -141,6 +142,16 @@ def test_pages_get_the_same_bits(kernels: ModuleType, codec: Codec) -> None:
         kernels.dequantize(anchor, digits, coding, tables, spec, "bf16", out)
         assert torch.equal(_bits(out.read().cpu()), _bits(want))
         assert int((~torch.isnan(whole)).sum()) == want.numel()
+
+
+def test_of_a_block_table_the_pages_of_a_segment_are_on_the_device() -> None:
+    from lynxkv.kernels.triton.launch import place_of
+
+    pages = torch.zeros(9, 2, 16, 8, device=DEVICE)
+    whole = Paged(pages=pages, table=np.array([7, 0, 3, 8, 1], np.int64), tokens=60, first=20)
+    place = place_of(span(whole, 15, 40))
+    assert place["table"].tolist() == [3, 8]
+    assert (place["first"], place["SLOTS"]) == (3, 16)
 
 
 @pytest.mark.parametrize(("shape", "blocks", "pairs"), [((2, 70, 12), 1, 6), ((4, 33, 8), 2, 3), ((1, 1, 20), 1, 0)])

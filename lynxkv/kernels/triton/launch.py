@@ -76,8 +76,8 @@ def place_of(out: Out) -> dict[str, Any]:
     return {
         "head_stride": out.pages.stride(1),
         "token_stride": out.pages.stride(2),
-        "table": on_device(out.table, out.device),
-        "first": out.first,
+        "table": on_device(out.used, out.device),
+        "first": out.first % out.slots,
         "page_stride": out.pages.stride(0),
         "SLOTS": out.slots,
     }
