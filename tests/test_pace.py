@@ -99,7 +99,8 @@ def exactly_at_most(most: int, tokens: int, passes: Fraction) -> float:
         for count in range(most + 1):
             total += ways * yes**count * no ** (most - count)
             ways = ways * (tokens - count) // (count + 1)
-        return total * no ** (tokens - most)
+        total *= no ** (tokens - most)
+        return total
 
     yes, of = passes.numerator, passes.denominator
     if most < tokens / 2:
