@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from lynxkv.encoder import encode as encode
     from lynxkv.exporting import export as export
     from lynxkv.fetch import FetchOptions as FetchOptions
-    from lynxkv.fetch import open_cache as open
+    from lynxkv.fetch import open_cache as _open_cache
     from lynxkv.fetch import open_cache_async as open_async
     from lynxkv.fidelity import compare as compare
     from lynxkv.integrations.hf import LynxCache as LynxCache
@@ -63,6 +63,8 @@ if TYPE_CHECKING:
     from lynxkv.sampling import Sampling as Sampling
     from lynxkv.spans import encode_prompt as encode_prompt
     from lynxkv.store import Link as Link
+
+    open = _open_cache  # which is no part of `__all__`, so that an import alone would not export it
 
 # name: where it is defined
 _LAZY = {
@@ -96,6 +98,7 @@ _LAZY = {
     "remove_chain": "lynxkv.manage.remove_chain",
 }
 
+# All but `open`, which `from lynxkv import *` would put before Python's own.
 __all__ = [
     "KV",
     "BindingError",
@@ -135,7 +138,6 @@ __all__ = [
     "load",
     "load_basis",
     "load_model",
-    "open",
     "open_async",
     "prefill",
     "prefill_with_logits",
@@ -154,4 +156,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+    return sorted(set(globals()) | set(_LAZY))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lynxkv.decoder import KVDestination, check_precision, decode_stages
 from lynxkv.errors import InputError
-from lynxkv.fetch import open_cache
+from lynxkv.fetch import FetchOptions, open_cache
 from lynxkv.kv import KV, KVLayer
 from lynxkv.layout import Extent, LayerSpec, Precision, TensorName
 from lynxkv.quantization import to_original
@@ -43,7 +43,12 @@ class TensorError:
 
 
 def compare(
-    url: Url, original: KV, attend: Sequence[Attention] | None = None, *, precision: Precision | None = None
+    url: Url,
+    original: KV,
+    attend: Sequence[Attention] | None = None,
+    *,
+    precision: Precision | None = None,
+    options: FetchOptions | None = None,
 ) -> list[TensorError]:
     """Errors of the cache at `url` against the KV it was made from, at each precision that it tells apart.
 
@@ -53,6 +58,8 @@ def compare(
     Args:
         attend: of each layer, as `integrations.hf.queries.watch_attention` gives it; `key_attention` by default.
         precision: the highest to look at; by default the best that the cache has.
+        options: how to fetch. A Residual that is not to be had is an error whatever they say, unless `precision` needs
+            none.
 
     Raises:
         InputError: the shapes differ, there is no such precision, the cache does not have it, attention is not
@@ -60,7 +67,7 @@ def compare(
         StoreError, FormatError: the cache cannot be read.
     """
     out: list[TensorError] = []
-    with open_cache(url) as reader:
+    with open_cache(url, options=options) as reader:
         extent = reader.extent
         layers = _held_by(extent, original, reader.url)
         if attend is None:

@@ -96,16 +96,16 @@ class CheckReport:
     orphan_bytes: int
 
 
-def inspect(url: Url, *, link: Link | None = None) -> InspectReport:
+def inspect(url: Url, *, link: Link | None = None, options: FetchOptions | None = None) -> InspectReport:
     """Describe the cache at `url`; reads headers and indexes only.
 
-    A Residual that is missing or damaged is no error here: the report says so.
+    A Residual that is missing or damaged is no error here, whatever `options` say of it: the report says so.
 
     Raises:
         CacheNotFoundError, FetchError: the store cannot deliver the Anchor.
         FormatError: the Anchor is damaged.
     """
-    with CacheReader(url, link=link, header_only=True, alone=True) as reader:
+    with CacheReader(url, link=link, options=options, header_only=True, alone=True) as reader:
         header = reader.header
         parts = _parts(header, "anchor", reader.anchor_head)
         problem = None

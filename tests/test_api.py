@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib.metadata
 import subprocess
 import sys
@@ -85,7 +86,11 @@ def imports_of(path: Path) -> set[str]:
 
 
 def test_the_public_names_are_these() -> None:
-    assert sorted(lynxkv.__all__) == sorted(NAMES)
+    assert sorted([*lynxkv.__all__, "open"]) == sorted(NAMES)
+
+
+def test_importing_all_names_leaves_those_of_python_alone() -> None:
+    assert set(lynxkv.__all__).isdisjoint(dir(builtins))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -102,7 +107,8 @@ def test_what_type_checkers_see_is_what_is_loaded() -> None:
         for node in guarded.body
         if isinstance(node, ast.ImportFrom)
     }
-    assert seen == lynxkv._LAZY
+    assert {"open" if name == "_open_cache" else name: place for name, place in seen.items()} == lynxkv._LAZY
+    assert "open = _open_cache" in map(ast.unparse, guarded.body)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

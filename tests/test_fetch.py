@@ -518,6 +518,13 @@ def test_a_residual_may_be_elsewhere(tmp_path: Path) -> None:
     options = FetchOptions(residual_url=cold)
     assert_equal(lynxkv.load(hot, options=options), lynxkv.load(tmp_path / "plain.lynx"))
     assert lynxkv.check(hot, options=options).segments == lynxkv.check(tmp_path / "plain.lynx").segments
+    assert "is missing" in (lynxkv.inspect(hot).residual_problem or "")
+    told = lynxkv.inspect(hot, options=options)
+    assert told.residual_problem is None
+    assert told.parts == lynxkv.inspect(tmp_path / "plain.lynx").parts
+    assert lynxkv.compare(hot, kv, options=options) == lynxkv.compare(tmp_path / "plain.lynx", kv)
+    with pytest.raises(lynxkv.CacheNotFoundError, match="is missing"):
+        lynxkv.compare(hot, kv)
     with pytest.raises(lynxkv.CacheNotFoundError, match=r"hot\.lynx: the Residual .* is missing") as caught:
         lynxkv.load(hot)
     assert "elsewhere" in str(caught.value.hint)

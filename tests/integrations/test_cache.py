@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache
 
-from lynxkv.errors import IdentityError, InputError
+from lynxkv.encoder import encode
+from lynxkv.errors import CacheNotFoundError, IdentityError, InputError
+from lynxkv.fetch import FetchOptions
 from lynxkv.integrations.hf import LynxCache, Model
 from lynxkv.kv import KV
 from lynxkv.layout import LayerSpec, TensorSpec
@@ -204,3 +207,24 @@ def fill(cache: LynxCache, kv: KV) -> None:
 def test_room_for_less_than_no_token_is_refused() -> None:
     with pytest.raises(InputError, match="new_tokens is -1"):
         LynxCache.allocate(tiny_model("llama"), 10, -1)
+
+
+def test_a_residual_elsewhere_is_loaded_or_its_absence_told(tmp_path: Path) -> None:
+    model, hot, cold = tiny_model("llama"), tmp_path / "a.lynx", tmp_path / "cold"
+    kv = prefill(model, some_ids(30))
+    encode(kv, hot, identity=model.identity, residual_url=cold)
+    encode(kv, tmp_path / "plain.lynx", identity=model.identity)
+    with pytest.raises(CacheNotFoundError, match="is missing"):
+        LynxCache.load(hot, model, new_tokens=4)
+
+    def same(cache: LynxCache, other: LynxCache) -> bool:
+        pairs = zip(cache.to_kv().layers, other.to_kv().layers, strict=True)
+        return all(mine.tensors[name].equal(theirs.tensors[name]) for mine, theirs in pairs for name in mine.tensors)
+
+    whole = LynxCache.load(hot, model, new_tokens=4, options=FetchOptions(residual_url=cold))
+    assert whole.precision == "full"
+    assert same(whole, LynxCache.load(tmp_path / "plain.lynx", model, new_tokens=4))
+    coarse = LynxCache.load(hot, model, new_tokens=4, options=FetchOptions(if_residual_unavailable="anchor-only"))
+    assert coarse.precision == "anchor"
+    assert same(coarse, LynxCache.load(tmp_path / "plain.lynx", model, new_tokens=4, precision="anchor"))
+    assert not same(coarse, whole)

@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from lynxkv.decoder import decode_into
 from lynxkv.errors import IdentityError, InputError
-from lynxkv.fetch import open_cache
+from lynxkv.fetch import FetchOptions, open_cache
 from lynxkv.identity import check_identity
 from lynxkv.kv import KV, KVLayer
 from lynxkv.layout import LayerSpec, Precision, TensorName
@@ -164,6 +164,8 @@ class LynxCache(Cache):
     layers: list[LynxLayer]  # type: ignore[assignment]
     on_layer: Callable[[int], None] | None = None
     """Called with its number before the model reads a layer: whoever fills the cache can wait there until it may."""
+    precision: Precision | None = None
+    """Of what `load` has brought; None if the cache was filled otherwise."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -233,21 +235,24 @@ class LynxCache(Cache):
         tokens: int | None = None,
         precision: Precision = "full",
         link: Link | None = None,
+        options: FetchOptions | None = None,
     ) -> LynxCache:
         """Fetch and decode the cache at `url`, with room for `new_tokens` more; `tokens` loads its first so many only.
+
+        `link` simulates a slower one, `options` say how to fetch. The cache's `precision` says what it holds.
 
         Raises:
             IdentityError: it belongs to another model.
             InputError: exact precision is asked of a cache or a model that does not hold it.
             CacheNotFoundError, FetchError, FormatError: it cannot be fetched or is damaged.
         """
-        with open_cache(url, tokens=tokens, link=link) as reader:
+        with open_cache(url, tokens=tokens, link=link, options=options) as reader:
             extent = reader.extent
             if extent.start:
                 raise InputError(f"the cache starts at position {extent.start}", hint="give one that starts at 0")
             check_identity(extent.identity, model.identity)
             cache = cls.allocate(model, extent.stop, new_tokens, layers=extent.layers)
-            decode_into(reader, cache, precision)
+            cache.precision = decode_into(reader, cache, precision)
         return cache
 
     @property
