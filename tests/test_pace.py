@@ -99,8 +99,7 @@ def exactly_at_most(most: int, tokens: int, passes: Fraction) -> float:
         for count in range(most + 1):
             total += ways * yes**count * no ** (most - count)
             ways = ways * (tokens - count) // (count + 1)
-        total *= no ** (tokens - most)
-        return total
+        return int(total * no ** (tokens - most))
 
     yes, of = passes.numerator, passes.denominator
     if most < tokens / 2:
