@@ -77,21 +77,28 @@ def resolve(reference: str, *, report: Report = lambda message: None) -> Checkpo
 
 
 def load_model(
-    ref: str, *, dtype: str = "float32", device: str = "cpu", report: Report = lambda message: None
+    ref: str,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    adapter: str | None = None,
+    report: Report = lambda message: None,
 ) -> Model:
     """Load what `ref` names: an alias (`smollm2`), a Hugging Face folder, a hub id or a .gguf file.
 
     Args:
         dtype: of weights and live cache: float32, bfloat16 or float16.
+        adapter: name or digest of an adapter that the files bring, or that is going to be put on the model
+            (`model.hf.load_adapter`): caches belong to the model with this adapter alone.
         report: is told of anything slow, in a sentence.
 
     Raises:
-        InputError: there is no such model or it cannot be loaded.
+        InputError: there is no such model, it cannot be loaded, or its files bring an adapter that is not named.
         UnsupportedModelError: its layers do not keep K and V per head; told before weights are read.
     """
     from lynxkv.integrations.hf import load_checkpoint
 
-    return load_checkpoint(resolve(ref, report=report), dtype=dtype, device=device)
+    return load_checkpoint(resolve(ref, report=report), dtype=dtype, device=device, adapter=adapter)
 
 
 def _packaged(alias: str, package: str, file: str) -> Path:

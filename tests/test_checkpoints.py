@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import lynxkv
 from lynxkv import checkpoints
 from lynxkv.checkpoints import load_model, resolve
-from lynxkv.errors import InputError, UnsupportedModelError
+from lynxkv.errors import IdentityError, InputError, UnsupportedModelError
 from lynxkv.home import cache_home
-from lynxkv.identity import Digests
+from lynxkv.identity import Digests, check_identity
 from lynxkv.integrations.hf import Model
 from lynxkv.testing.tiny_models import tiny_config, tiny_model, tiny_tokenizer
 
@@ -46,6 +48,42 @@ def test_a_model_loaded_by_hand_has_the_identity_of_its_files(folder: Path) -> N
     assert (renamed.identity.model_id, renamed.identity.fingerprint) == ("org/name", loaded.identity.fingerprint)
     with pytest.raises(InputError, match="there is no model"):
         Model.wrap(loaded.hf, loaded.tokenizer, source="nowhere")
+
+
+def test_an_adapter_is_named(folder: Path) -> None:
+    """Its weights are not in the files that the identity is taken from."""
+    plain, carrying = load_model(str(folder)), tiny_model("llama")
+    carrying.hf.peft_config = {"default": object()}  # type: ignore[dict-item]
+
+    def wrap(**options: Any) -> Model:
+        return Model.wrap(carrying.hf, plain.tokenizer, **options)
+
+    for source in (str(folder), resolve(str(folder))):
+        with pytest.raises(InputError, match="carries an adapter") as caught:
+            wrap(source=source)
+        assert "adapter=" in str(caught.value.hint)
+        named = wrap(source=source, adapter="some-lora")
+        assert named.identity == replace(plain.identity, adapter="some-lora")
+    assert load_model(str(folder), adapter="some-lora").identity == named.identity
+    for cache, model in ((plain, named), (named, plain), (named, wrap(source=str(folder), adapter="another"))):
+        with pytest.raises(IdentityError, match="adapter is"):
+            check_identity(cache.identity, model.identity)
+    with pytest.raises(InputError, match="name is empty"):
+        wrap(source=str(folder), adapter="")
+    assert wrap().identity.adapter is None  # its weights are part of what is in memory
+    carrying.hf.peft_config = {}  # all adapters have been taken away
+    assert wrap(source=str(folder)).identity == plain.identity
+
+
+def test_caches_of_an_adapted_model_are_its_own(folder: Path, tmp_path: Path) -> None:
+    plain, adapted = load_model(str(folder)), load_model(str(folder), adapter="some-lora")
+    ids = [3 + number * number % 40 for number in range(40)]
+    lynxkv.encode_prompt(adapted, ids, tmp_path / "a.lynx")
+    assert lynxkv.inspect(tmp_path / "a.lynx").identity.adapter == "some-lora"
+    with lynxkv.open(tmp_path / "a.lynx") as reader, pytest.raises(IdentityError, match="adapter is some-lora"):
+        lynxkv.generate(reader, plain, [5], max_new_tokens=2)
+    with lynxkv.open(tmp_path / "a.lynx") as reader:
+        assert len(lynxkv.generate(reader, adapted, [5], max_new_tokens=2).token_ids) == 2
 
 
 def test_the_writing_tools_version_is_not_part_of_the_fingerprint(folder: Path) -> None:

@@ -55,6 +55,7 @@ class Model:
         *,
         source: str | Checkpoint | None = None,
         model_id: str | None = None,
+        adapter: str | None = None,
     ) -> Model:
         """Use a model that is in memory already.
 
@@ -62,14 +63,24 @@ class Model:
             source: what it was loaded from, named as for `load_model`. Its identity is then that of the files, and
                 caches fit all who load the same files. None: the identity is that of the weights in memory.
             model_id: overrides the name that `source` gives.
+            adapter: name or digest of what was put on the weights of `source`, a LoRA say. Caches belong to the model
+                with this adapter alone (SPEC 9.1).
 
         Raises:
-            InputError: there is no such source.
+            InputError: there is no such source, or the model carries an adapter that is not in its files and has no
+                name here.
             UnsupportedModelError: its layers do not keep K and V per head.
         """
         support.refuse_unsupported(hf.config)
         hf.eval()  # type: ignore[no-untyped-call]
         argument = "cache" if "cache" in inspect.signature(hf.forward).parameters else "past_key_values"
+        if adapter is not None and not adapter:
+            raise InputError("the adapter's name is empty", hint="give its name or digest, or leave it out")
+        if source is not None and adapter is None and getattr(hf, "peft_config", None):
+            raise InputError(
+                "the model carries an adapter: its caches would pass for those of the model without it",
+                hint="name it with adapter=, or leave source= out",
+            )
         checkpoint = resolve(source) if isinstance(source, str) else source
         digests = checkpoint.digests if checkpoint else memory_digests(hf, tokenizer)
         return cls(
@@ -83,6 +94,7 @@ class Model:
                 chat_template_sha256=digests.chat_template_sha256,
                 turn="open" if tokenizer.chat_template else "none",
                 rope=support.rope_identity(hf.config),
+                adapter=adapter,
             ),
             shapes=_layer_shapes(hf, argument),
             context_tokens=support.context_tokens(hf.config),
@@ -171,8 +183,10 @@ def _finished(logits: Tensor) -> Tensor:
     return out
 
 
-def load_checkpoint(checkpoint: Checkpoint, *, dtype: str = "float32", device: str = "cpu") -> Model:
-    """Load a resolved checkpoint without touching the network.
+def load_checkpoint(
+    checkpoint: Checkpoint, *, dtype: str = "float32", device: str = "cpu", adapter: str | None = None
+) -> Model:
+    """Load a resolved checkpoint without touching the network; `adapter` as for `load_model`.
 
     Raises:
         InputError: the folder cannot be loaded, its weights are not all that its configuration wants, it has no
@@ -209,7 +223,7 @@ def load_checkpoint(checkpoint: Checkpoint, *, dtype: str = "float32", device: s
                 f"cannot load the model in {folder}: {' '.join(str(error).split()) or type(error).__name__}",
                 hint="check that the folder is a complete Hugging Face model and that the device exists",
             ) from error
-    return Model.wrap(hf, tokenizer, source=checkpoint)
+    return Model.wrap(hf, tokenizer, source=checkpoint, adapter=adapter)
 
 
 def _refuse_too_few_weights(folder: Path, config: PretrainedConfig) -> None:
