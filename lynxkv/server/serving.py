@@ -19,7 +19,8 @@ from lynxkv.server.options import ServeOptions
 
 # Open connections, idle ones included; more are closed at once.
 CONNECTIONS = 512
-# Threads that a store still holds up when all else has ended are left behind after this.
+# Threads that a store still holds up when running requests may take no longer, or have all ended, are left behind after
+# this.
 LEAVE_S = 2.0
 # What a client may take to send the head of a request.
 HEAD_S = 10.0
@@ -102,6 +103,7 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=max(1, round(options.drain_s)),
         )
         super().__init__(config)
+        self._drain_s = max(options.drain_s, config.timeout_graceful_shutdown or 0)
         self._ready = ready
         self._owns_process = False
 
@@ -111,11 +113,17 @@ class Server(uvicorn.Server):
         if self.started:
             self._ready()
 
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn's own; a process that has nothing else to do ends soon after, whatever waits for a store."""
-        await super().serve(sockets)
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's own. A process that has nothing else to do ends soon after it, and soon after running requests may
+        take no longer, whatever waits for a store.
+        """
+        self._leave_within(self._drain_s + LEAVE_S)
+        await super().shutdown(sockets)
+        self._leave_within(LEAVE_S)
+
+    def _leave_within(self, seconds: float) -> None:
         if self._owns_process:
-            leaving = threading.Timer(LEAVE_S, os._exit, (0,))
+            leaving = threading.Timer(seconds, os._exit, (0,))
             leaving.daemon = True
             leaving.start()
 

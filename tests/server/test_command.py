@@ -18,6 +18,7 @@ import pytest
 
 from lynxkv_cli import serve
 from tests.server.test_answers import SCHEMA
+from tests.server.test_caches import some_ids
 
 if TYPE_CHECKING:
     from tests.conftest import Lynx
@@ -80,27 +81,44 @@ def test_a_process_says_where_it_is_and_finishes_what_runs(tmp_path: Path) -> No
 
 HANGING = """
 import sys, time
-from pathlib import Path
+from lynxkv.server import publishing
 from lynxkv.server.app import create_app
 from lynxkv.server.catalog import Catalog
 from lynxkv.server.options import ServeOptions
 from lynxkv.server.service import Service
-from lynxkv.server.serving import Server, listen
+from lynxkv.server.serving import Server, listen, url_of
 from lynxkv.testing.tiny_models import tiny_model
 
-Catalog.refresh = lambda catalog: time.sleep(1000)
-options = ServeOptions(port=0)
-service = Service(tiny_model("llama"), sys.argv[1], options)
-Server(create_app(service), options, lambda: print("ready", flush=True)).run_until_stopped(listen(options))
+root, what = sys.argv[1:]
+
+def hang(*arguments, **options):
+    print("hangs", flush=True)
+    time.sleep(1000)
+
+if what == "list":
+    Catalog.refresh = hang
+else:
+    publishing.encode = hang
+options = ServeOptions(port=0, publish=True, drain_s=1.0)
+service, listener = Service(tiny_model("llama"), root, options), listen(options)
+print(url_of(listener), flush=True)
+Server(create_app(service), options, lambda: print("ready", flush=True)).run_until_stopped(listener)
 """
 
 
 @pytest.mark.slow
-def test_a_store_that_hangs_does_not_keep_the_process(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", HANGING, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("what", ["list", "publish"])
+def test_a_store_that_hangs_does_not_keep_the_process(tmp_path: Path, what: str) -> None:
+    process = subprocess.Popen([sys.executable, "-c", HANGING, str(tmp_path), what], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+        url, *said = (process.stdout.readline().rstrip() for _ in range(3 if what == "list" else 2))
+        if what == "publish":
+            client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+            (model,) = client.models.list().data
+            client.completions.create(model=model.id, prompt=some_ids(280), max_tokens=1)
+            said.append(process.stdout.readline().rstrip())
+        assert sorted(said) == ["hangs", "ready"]
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     finally:
