@@ -148,12 +148,28 @@ class Model:
     def batch_step(self, cache: BatchCache, token_ids: Sequence[Sequence[int]], *, rows: int = 1) -> Tensor:
         """Run each row's tokens after what `cache` holds; logits f32 [B, rows, V] of the last `rows` positions.
 
-        Rows may differ in length, even be empty: they end together, and shorter ones are padded in front.
+        Rows may differ in length, even be empty: they end together, and shorter ones are padded in front. Long inputs
+        run in chunks, as those of `step` do.
         """
         longest = max(map(len, token_ids))
         ids = torch.tensor([[0] * (longest - len(row)) + list(row) for row in token_ids], device=self.hf.device)
-        present = torch.tensor([[False] * (longest - len(row)) + [True] * len(row) for row in token_ids])
-        positions, masks = cache.step_inputs(present.to(self.hf.device))
+        lengths = torch.tensor([[len(row)] for row in token_ids], device=self.hf.device)
+        present = torch.arange(longest, device=self.hf.device) >= longest - lengths
+        start = 0
+        while longest - start - CHUNK_TOKENS >= max(rows, 1):
+            chunk = slice(start, start + CHUNK_TOKENS)
+            self._batch_forward(cache, ids[:, chunk], present[:, chunk], 1)
+            start += CHUNK_TOKENS
+        return _finished(self._batch_forward(cache, ids[:, start:], present[:, start:], rows))
+
+    def _forward(self, cache: Any, token_ids: Sequence[int], rows: int) -> Tensor:
+        ids = torch.tensor([list(token_ids)], device=self.hf.device)
+        output = self.hf(ids, use_cache=True, logits_to_keep=rows, **{self.cache_argument: cache})
+        logits: Tensor = output.logits[:, -rows:]
+        return logits
+
+    def _batch_forward(self, cache: BatchCache, ids: Tensor, present: Tensor, rows: int) -> Tensor:
+        positions, masks = cache.step_inputs(present)
         output = self.hf(
             ids,
             position_ids=positions,
@@ -162,11 +178,6 @@ class Model:
             logits_to_keep=rows,
             **{self.cache_argument: cache},
         )
-        return _finished(output.logits[:, -rows:])
-
-    def _forward(self, cache: Any, token_ids: Sequence[int], rows: int) -> Tensor:
-        ids = torch.tensor([list(token_ids)], device=self.hf.device)
-        output = self.hf(ids, use_cache=True, logits_to_keep=rows, **{self.cache_argument: cache})
         logits: Tensor = output.logits[:, -rows:]
         return logits
 
