@@ -6,16 +6,18 @@ import ctypes
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from lynxkv.draft import DRAFT_BYTES
 from lynxkv.fetch.options import WINDOW_BYTES
-from lynxkv.models import DecoderModel
+from lynxkv.models import CHUNK_TOKENS, DecoderModel
 from lynxkv.server.problems import Refusal
 
 RETRY_AFTER_S = 1
+# Of booleans that a mask is made from, at a time.
+BOOLEANS = 4
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 # glibc keeps what is freed: each of its arenas, of which every few threads have one, as much as a run has ever taken.
@@ -111,20 +113,32 @@ class Sizes:
     def __init__(self, model: DecoderModel) -> None:
         self._token_bytes = model.new_cache(0, 1, rollback_tokens=1).nbytes
         self._logits_bytes = 4 * model.vocab_tokens
+        shapes = model.layer_specs()
+        elements = sum(heads * dim for shape in shapes for heads, dim in shape.tensors.values())
+        # Of a query and a slot: there is a mask for layers of each window.
+        self._mask_bytes = len({shape.window for shape in shapes}) * (self._token_bytes // elements) + BOOLEANS
 
-    def run_bytes(self, tokens: int, new_tokens: int, *, rows: int = 1, caches: int = 1) -> int:
-        """An upper estimate of what a run holds: live cache, anchor codes, what is in flight, logits.
+    def run_bytes(
+        self, stored: Sequence[int], suffixes: Sequence[int], new_tokens: int, *, caches: Sequence[int]
+    ) -> int:
+        """An upper estimate of what a run holds: live cache, anchor codes, what is in flight, masks, logits.
 
         Args:
-            tokens: of cache, prompt and answer together, in the longest row.
-            new_tokens: of the answer alone.
-            rows: requests that are run together; draft tokens that do not pass then keep their slots.
-            caches: that they are over.
+            stored, suffixes: tokens of each request that is run, cached ones and those after them.
+            new_tokens: the most of an answer.
+            caches: tokens of each cache that they are over.
         """
-        live = rows * (tokens if rows == 1 else tokens + new_tokens)
-        logits = min(DRAFT_BYTES, 3 * self._logits_bytes * new_tokens * rows)
+        rows = len(stored)
+        # Rows have as many slots as the longest would need, and draft tokens that do not pass keep theirs. Without a
+        # suffix the last stored token is run again.
+        slots = max(stored) + max(1, *suffixes) + (new_tokens if rows == 1 else 2 * new_tokens)
+        drafted = min(new_tokens, DRAFT_BYTES // (3 * self._logits_bytes * rows))
+        queries = min(max(1, *suffixes), CHUNK_TOKENS) + drafted
+        logits = 3 * self._logits_bytes * drafted * rows
         # Codes take a byte an element, which is no more than the element itself does.
-        return self._token_bytes * (live + caches * tokens) + caches * WINDOW_BYTES + logits
+        tokens = rows * slots + sum(caches)
+        masks = rows * queries * slots * self._mask_bytes
+        return self._token_bytes * tokens + len(caches) * WINDOW_BYTES + masks + logits
 
 
 def free_bytes() -> int | None:

@@ -45,6 +45,16 @@ class Run:
         return self.prompt_tokens + self.new_tokens
 
     @property
+    def stored_tokens(self) -> int:
+        """Of the prompt, those that come from a cache."""
+        return 0
+
+    @property
+    def suffix_tokens(self) -> int:
+        """Of the prompt, those that the model runs."""
+        return self.prompt_tokens - self.stored_tokens
+
+    @property
     def together(self) -> Hashable | None:
         """See `Work`."""
         return None
@@ -77,6 +87,11 @@ class CachedRun(Run):
     is_here: Callable[[], bool]
     on_loaded: Callable[[], None]
     pace: Callable[[int], Pace]
+
+    @property
+    def stored_tokens(self) -> int:
+        """Of the prompt, those that come from the cache."""
+        return self.reader.extent.stop
 
     @property
     def content(self) -> tuple[str, str]:
@@ -118,12 +133,11 @@ class CachedRun(Run):
 
     def answer_of(self, result: GenerateResult, *, together: int) -> Answer:
         """The answer that has this text."""
-        cached_tokens = self.reader.extent.stop
         return Answer(
             result=result,
             source="cache",
             cache=self.name,
-            cached_tokens=cached_tokens,
+            cached_tokens=self.stored_tokens,
             prompt_tokens=self.prompt_tokens,
             together=together,
         )
@@ -175,8 +189,13 @@ RunJob = Job[Run, Answer]
 
 
 def are_alike(runs: Sequence[Run]) -> bool:
-    """Whether rows of these lengths are worth their padding."""
-    return len(runs) * max(run.tokens for run in runs) <= MOST_PADDING * sum(run.tokens for run in runs)
+    """Whether rows of these lengths are worth their padding: caches end, and prompts, at one slot for all."""
+    longest = (
+        max(run.stored_tokens for run in runs)
+        + max(run.suffix_tokens for run in runs)
+        + max(run.new_tokens for run in runs)
+    )
+    return len(runs) * longest <= MOST_PADDING * sum(run.tokens for run in runs)
 
 
 def execute(jobs: Sequence[RunJob], loaded: Callable[[], None]) -> None:

@@ -306,12 +306,13 @@ class Service:
 
     def _bytes_of(self, runs: Sequence[Run]) -> int:
         """An upper estimate of what runs hold that go together."""
-        caches = {run.content for run in runs if isinstance(run, CachedRun)}
+        caches = {run.content: run.stored_tokens for run in runs if isinstance(run, CachedRun)}
         return self._sizes.run_bytes(
-            max(run.tokens for run in runs),
+            [run.stored_tokens for run in runs],
+            [run.suffix_tokens for run in runs],
             max(run.new_tokens for run in runs),
-            rows=len(runs),
-            caches=max(1, len(caches)),
+            # Without codes there is a prompt, in whose chunks heads that share keys and values each have a layer's.
+            caches=list(caches.values()) or [max(run.tokens for run in runs)],
         )
 
     async def _refresh_always(self) -> None:

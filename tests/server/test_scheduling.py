@@ -5,20 +5,31 @@ from __future__ import annotations
 import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
+import torch
 
+from lynxkv.batch import generate_batch
+from lynxkv.encoder import encode
 from lynxkv.errors import FetchError
-from lynxkv.integrations.hf import Model
+from lynxkv.fetch import open_cache
+from lynxkv.integrations.hf import BatchCache, Model
+from lynxkv.models import prefill
 from lynxkv.runner import generate
-from lynxkv.server.admission import Memory, Places, free_bytes
+from lynxkv.server.admission import Memory, Places, Sizes, free_bytes
 from lynxkv.server.problems import Refusal
+from lynxkv.server.runs import are_alike
 from lynxkv.store.transport import transport_for
 from lynxkv.testing.faults import FaultyTransport
+from lynxkv.testing.tiny_models import tiny_model
 from tests.server.conftest import eventually, running
+from tests.server.test_caches import some_ids
 from tests.server.test_refusals import GOOD, refused, send
 
 if TYPE_CHECKING:
@@ -52,6 +63,58 @@ def test_a_request_that_never_fits_or_not_now(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(Refusal) as never:
         memory.check(101)
     assert (never.value.status, never.value.code) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize(
+    ("stored", "suffixes"),
+    [([40, 40, 40], [0, 3, 0]), ([300, 10], [2, 290]), ([5, 300], [700, 1])],
+    ids=["alike", "crossed", "longer than a chunk"],
+)
+def test_what_a_batch_takes_is_within_its_estimate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, stored: list[int], suffixes: list[int]
+) -> None:
+    """The longest cache and the longest suffix need not be of the same row, and a chunk of each row has a mask."""
+    monkeypatch.setattr("lynxkv.server.admission.WINDOW_BYTES", 0)
+    model, new_tokens = tiny_model(family, max_position_embeddings=4096), 10
+    endless = replace(model, eos_token_ids=frozenset())
+    taken = {"cache": 0, "masks": 0}
+    original = BatchCache.step_inputs
+
+    def step_inputs(cache: BatchCache, present: torch.Tensor) -> Any:
+        positions, masks = original(cache, present)
+        each = list(masks.values()) if isinstance(masks, dict) else [masks]
+        taken["cache"] = cache.nbytes
+        # Of what they were made from there are at least two at a time.
+        taken["masks"] = max(taken["masks"], sum(mask.nbytes for mask in each) + 2 * each[0].numel())
+        return positions, masks
+
+    monkeypatch.setattr(BatchCache, "step_inputs", step_inputs)
+    with ExitStack() as stack:
+        prompts = []
+        for number, (tokens, suffix) in enumerate(zip(stored, suffixes, strict=True)):
+            url = tmp_path / f"{number}.lynx"
+            encode(prefill(model, some_ids(tokens)), str(url), codec="fixed", identity=model.identity)
+            prompts.append((stack.enter_context(open_cache(url)), some_ids(suffix)))
+        generate_batch(prompts, endless, max_new_tokens=new_tokens, speculate=new_tokens)
+    sizes = Sizes(model)
+    codes = sum(heads * dim for shape in model.layer_specs() for heads, dim in shape.tensors.values()) * sum(stored)
+    logits = 3 * 4 * model.vocab_tokens * new_tokens * len(stored)
+    estimate = sizes.run_bytes(stored, suffixes, new_tokens, caches=stored)
+    assert sum(taken.values()) + codes + logits <= estimate < 3 * (sum(taken.values()) + codes + logits)
+
+
+def row(stored: int, suffix: int, new: int) -> Any:
+    """What is asked of a run's lengths."""
+    return SimpleNamespace(stored_tokens=stored, suffix_tokens=suffix, new_tokens=new, tokens=stored + suffix + new)
+
+
+def test_which_lengths_go_together() -> None:
+    assert are_alike([row(1000, 10, 100), row(900, 60, 20)])
+    assert not are_alike([row(1000, 10, 100), row(20, 10, 100), row(20, 10, 100)])
+    # The first two are of the same length, but each would have slots for both a long cache and a long suffix.
+    assert are_alike([row(1900, 10, 64), row(10, 1900, 64)])
+    assert not are_alike([row(1900, 10, 64), row(10, 1900, 64), row(20, 20, 64)])
 
 
 def test_what_the_machine_has_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
