@@ -1,4 +1,4 @@
-"""`lynxkv bench batch`: several prompts over one cache, decoded together."""
+"""`lynxkv bench batch`: several prompts over one cache, or over several, decoded together."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from lynxkv_cli._tables import table
 
 HELP = """Example: lynxkv bench batch --batch 1 --batch 4 --tokens 512
 
-Measure what decoding several prompts over one cache together gains: verified tokens a second, how much of the
-drafts is accepted, and the memory of the rows' caches. The cache is fetched and refined once a batch.
+Measure what decoding several prompts together gains: verified tokens a second, how much of the drafts is accepted,
+and the memory of the rows' caches. A cache is fetched and refined once a batch. With --caches the prompts take turns
+among caches of different documents, which come over the one link together.
 """
 
 
@@ -27,11 +28,22 @@ def batch(
         list[int] | None,
         typer.Option("--batch", metavar="N", min=1, help="Prompts at once; 1, 2, 4, 8 and 16 by default; repeatable."),
     ] = None,
-    codec: Annotated[str, typer.Option(metavar="CODEC", help="How the cache is encoded.")] = "default",
-    document: Annotated[
-        str | None, typer.Option(metavar="@FILE", help="Use this text instead of Python's own.")
+    caches: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Spread the prompts over so many caches; as many as there are --document by default; repeatable.",
+        ),
     ] = None,
-    tokens: Annotated[int, typer.Option(metavar="N", min=16, help="Document tokens to cache.")] = 2048,
+    codec: Annotated[str, typer.Option(metavar="CODEC", help="How the caches are encoded.")] = "default",
+    documents: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--document", metavar="@FILE", help="Use this text instead of Python's own four, a cache each; repeatable."
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(metavar="N", min=16, help="Document tokens to cache, of each.")] = 2048,
     link: Annotated[str, typer.Option(metavar="RATE[/RTT]", help="Read over a simulated link.")] = "100mbit/20ms",
     new_tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Verified tokens a prompt.")] = 32,
     repeats: Annotated[int, typer.Option(metavar="N", min=1, help="Times that everything is measured.")] = 3,
@@ -41,16 +53,18 @@ def batch(
     """Measure batches."""
     output = Output.of(as_json=as_json, quiet=quiet)
     parse_link(link)
-    text = None if document is None else read_text(document, name="document", note=output.note)
+    texts = [read_text(document, name="document", note=output.note) for document in documents or ()]
     import lynxkv
     from lynxkv.bench.batch import BatchPlan, bench_batch
     from lynxkv.bench.documents import Document, standard_documents
 
-    measured = standard_documents()[0]
-    if text is not None:
-        measured = Document(name=Path(str(document).removeprefix("@")).name, kind="file", text=text, prompts=())
+    named = [
+        Document(name=Path(argument.removeprefix("@")).name, kind="file", text=text, prompts=())
+        for argument, text in zip(documents or (), texts, strict=True)
+    ]
     plan = BatchPlan(
-        document=measured,
+        documents=tuple(named) or standard_documents(),
+        caches=tuple(dict.fromkeys(caches)) if caches else (max(1, len(named)),),
         codec=codec,
         tokens=tokens,
         link=link,
@@ -64,7 +78,7 @@ def batch(
         rows = bench_batch(loaded, plan, progress=bars)
     facts = {
         "model": loaded.identity.model_id,
-        "document": measured.name,
+        "documents": [document.name for document in plan.documents[: max(plan.caches)]],
         "codec": codec,
         "tokens": tokens,
         "link": link,
@@ -78,6 +92,7 @@ def batch(
 
 COLUMNS: dict[str, Any] = {
     "batch": lambda row: str(row.batch),
+    "over": lambda row: f"{row.caches} cache{'s' if row.caches > 1 else ''}",
     "drafted": lambda row: f"{row.drafted:.1f}",
     "accepted": lambda row: f"{row.accepted:.1f}",
     "first draft": lambda row: "" if row.first_draft_s is None else f"{row.first_draft_s:.2f} s",
@@ -85,5 +100,5 @@ COLUMNS: dict[str, Any] = {
     "all": lambda row: f"{row.total_s:.2f} s",
     "tokens/s": lambda row: f"{row.tokens_per_s:.1f}",
     "tokens/s after": lambda row: f"{row.decode_tokens_per_s:.1f}",
-    "caches": lambda row: size(row.cache_bytes),
+    "memory": lambda row: size(row.cache_bytes),
 }

@@ -1,9 +1,11 @@
-"""`lynxkv bench batch`: what decoding several prompts over one cache together gains."""
+"""`lynxkv bench batch`: what decoding several prompts together gains, over one cache or over several."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -24,9 +26,15 @@ from lynxkv.store import Link
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """What is measured: `new_tokens` a row over a cache of `tokens`, behind `link`."""
+    """What is measured: `new_tokens` a row over caches of `tokens`, behind one `link`.
 
-    document: Document
+    Attributes:
+        documents: what the caches hold, a document each; at least as many as `caches` asks for.
+        caches: prompts take turns among so many. Batches of fewer prompts are left out.
+    """
+
+    documents: tuple[Document, ...]
+    caches: tuple[int, ...] = (1,)
     codec: str = "default"
     tokens: int = 2048
     link: str = "100mbit/20ms"
@@ -39,11 +47,12 @@ class BatchPlan:
 class BatchBenchRow:
     """Medians over the repeats; drafted and accepted are means over all rows.
 
-    `tokens_per_s` counts verified tokens of all rows from the opening of the cache on, `decode_tokens_per_s` from the
-    first verified token on.
+    `tokens_per_s` counts verified tokens of all rows from the opening of the first cache on, `decode_tokens_per_s` from
+    the first verified token on.
     """
 
     batch: int
+    caches: int
     repeats: int
     drafted: float
     accepted: float
@@ -58,44 +67,72 @@ class BatchBenchRow:
 def bench_batch(
     model: Model, plan: BatchPlan, *, progress: Progress = lambda stage, done, total: None
 ) -> list[BatchBenchRow]:
-    """Measure batches of every size in turns.
+    """Measure batches of every size, over every number of caches, in turns.
 
     Raises:
-        InputError: the document is too short.
+        InputError: a document is too short, there are too few, or no batch has a prompt for each cache.
     """
+    runs = _runs(plan)
     endless = replace(model, eos_token_ids=frozenset())
-    ids = open_turn(endless.tokenizer, plan.document.text)
-    if len(ids) < plan.tokens:
-        raise InputError(
-            f"{plan.document.name} has {len(ids)} tokens, {plan.tokens} are needed", hint="give a longer document"
-        )
-    kv = prefill(endless, ids[: plan.tokens], progress=lambda done, total: progress("prefill", done, total))
     questions = [suffix(endless.tokenizer, question) for question in QUESTIONS]
-    paces = {batch: Pace() for batch in plan.batches}
-    results: dict[int, list[BatchResult]] = {batch: [] for batch in plan.batches}
+    paces = {run: Pace() for run in runs}
+    results: dict[tuple[int, int], list[BatchResult]] = {run: [] for run in runs}
     with TemporaryDirectory(prefix="lynxkv-bench-") as folder:
-        url = str(Path(folder) / "cache.lynx")
-        encode(kv, url, codec=plan.codec, identity=endless.identity)
-        done, total = 0, len(plan.batches) * (plan.repeats + 1)
+        urls = _encoded(endless, plan, Path(folder), progress)
+        done, total = 0, len(runs) * (plan.repeats + 1)
         for repeat in range(plan.repeats + 1):
-            for batch in plan.batches:
+            for caches, batch in runs:
                 progress("batches", done, total)
                 rows = [questions[(repeat + number) % len(questions)] for number in range(batch)]
-                with open_cache(url, link=Link.parse(plan.link) if repeat else None) as reader:
+                link = Link.parse(plan.link) if repeat else None
+                with ExitStack() as stack:
+                    readers = [stack.enter_context(open_cache(url, link=link)) for url in urls[:caches]]
                     result = generate_batch(
-                        [(reader, row) for row in rows],
+                        [(readers[number % caches], row) for number, row in enumerate(rows)],
                         endless,
                         max_new_tokens=plan.new_tokens if repeat else 2,
-                        pace=paces[batch],
+                        pace=paces[caches, batch],
                     )
                 done += 1
                 if repeat:  # the first round warms up
-                    results[batch].append(result)
+                    results[caches, batch].append(result)
         progress("batches", total, total)
-    return [_row(batch, own) for batch, own in results.items()]
+    return [_row(batch, caches, own) for (caches, batch), own in results.items()]
 
 
-def _row(batch: int, results: Sequence[BatchResult]) -> BatchBenchRow:
+def _runs(plan: BatchPlan) -> list[tuple[int, int]]:
+    """Caches and prompts of everything that is measured."""
+    for caches in plan.caches:
+        if caches > len(plan.documents):
+            raise InputError(
+                f"{caches} caches need as many documents, there are {len(plan.documents)}", hint="give more documents"
+            )
+        if caches > max(plan.batches):
+            raise InputError(
+                f"no batch has a prompt for each of {caches} caches", hint=f"measure a batch of {caches} or more"
+            )
+    return [(caches, batch) for caches in plan.caches for batch in plan.batches if batch >= caches]
+
+
+def _encoded(model: Model, plan: BatchPlan, folder: Path, progress: Progress) -> list[str]:
+    """Where the documents' caches are, as many as are wanted."""
+    documents = plan.documents[: max(plan.caches)]
+    prompts = [open_turn(model.tokenizer, document.text) for document in documents]
+    for document, ids in zip(documents, prompts, strict=True):
+        if len(ids) < plan.tokens:
+            raise InputError(
+                f"{document.name} has {len(ids)} tokens, {plan.tokens} are needed", hint="give a longer document"
+            )
+    urls = []
+    for number, (document, ids) in enumerate(zip(documents, prompts, strict=True)):
+        stage = f"prefill {document.name}"
+        kv = prefill(model, ids[: plan.tokens], progress=partial(progress, stage))
+        urls.append(str(folder / f"{number}.lynx"))
+        encode(kv, urls[-1], codec=plan.codec, identity=model.identity)
+    return urls
+
+
+def _row(batch: int, caches: int, results: Sequence[BatchResult]) -> BatchBenchRow:
     texts = [text for result in results for text in result.texts]
     drafts = [result.first_draft_s for result in results if result.first_draft_s is not None]
     tokens = [sum(len(text.token_ids) for text in result.texts) for result in results]
@@ -104,6 +141,7 @@ def _row(batch: int, results: Sequence[BatchResult]) -> BatchBenchRow:
     spans = [result.total_s - result.first_verified_s for result in results]
     return BatchBenchRow(
         batch=batch,
+        caches=caches,
         repeats=len(results),
         drafted=sum(text.drafted for text in texts) / len(texts),
         accepted=sum(text.accepted for text in texts) / len(texts),
