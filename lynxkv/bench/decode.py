@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -244,7 +244,14 @@ def _key(model: Model, plan: DecodePlan, tokens: int, link: str, repeat: int, la
 
 def _read(value: dict[str, Any]) -> _Answer:
     first, total = value["sizes"]
-    return _Answer(timing=Timing(**value["timing"]), sizes=(first, total), step_s=value["step_s"])
+    timing = Timing(**value["timing"])
+    numbers = [first, total, value["step_s"], *(getattr(timing, item.name) for item in fields(timing))]
+    unknown = (timing.first_draft_s, timing.equal, timing.bookkeeping)
+    if any(not isinstance(number, int | float) for number in numbers if number is not None) or (
+        numbers.count(None) > unknown.count(None)
+    ):
+        raise TypeError("an answer consists of numbers")
+    return _Answer(timing=timing, sizes=(first, total), step_s=value["step_s"])
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +13,9 @@ from lynxkv.errors import InputError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+# Of every line: what does not begin like this is somebody else's.
+_BEGIN = b'{"key": "'
 
 T = TypeVar("T", bound="DataclassInstance")
 
@@ -24,24 +28,30 @@ class StateFile(Generic[T]):
         read: makes a result of what `dataclasses.asdict` made of it.
 
     Raises:
-        InputError: the file exists and is not such a file.
+        InputError: the file exists and is not such a file, which is left as it is; or it cannot be written.
     """
 
     def __init__(self, path: Path | None, read: Callable[[dict[str, Any]], T]) -> None:
         self._path = path
         self._results: dict[str, T] = {}
-        if path is None or not path.exists():
+        if path is None:
             return
-        lines = path.read_text("utf-8").split("\n")
-        whole, rest = lines[:-1], lines[-1]
+        try:
+            path.open("ab").close()  # what cannot be kept is told before it is measured
+            data = path.read_bytes()
+        except OSError as error:
+            raise InputError(f"{path} cannot be written: {error.strerror}", hint="name another file") from error
+        *whole, rest = data.split(b"\n")
         try:
             for line in whole:
                 entry = json.loads(line)
                 self._results[entry["key"]] = read(entry["result"])
+            if rest[: len(_BEGIN)] != _BEGIN[: len(rest)]:
+                raise ValueError("the last line is not one of a state file")
         except (ValueError, TypeError, KeyError) as error:
             raise InputError(f"{path} is not a state file of this bench", hint="name another file") from error
         if rest:
-            path.write_text("".join(f"{line}\n" for line in whole), "utf-8")
+            os.truncate(path, len(data) - len(rest))
 
     def get(self, key: str) -> T | None:
         """The finished result of this key."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,11 @@ import jsonschema
 import pytest
 
 from lynxkv import checkpoints
+from lynxkv.bench import decode
 from lynxkv.bench.decode import DecodeRow, Speedup
+from lynxkv.bench.state import StateFile
 from lynxkv.bench.systems import CacheSystem, Timing
+from lynxkv.errors import InputError
 from lynxkv.store import Link
 from lynxkv.testing.tiny_models import tiny_model
 
@@ -117,6 +121,50 @@ def test_a_run_goes_on_where_it_stopped(
     done = lynx(*arguments, "--link", "10mbit/2ms")
     assert [row["repeats"] for row in json.loads(done.out)["rows"]] == [2, 2]
     assert len(asked) == 2
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        b"notes in one line",
+        b'{"key": "of another bench", "result": {"codec": "default"}}\n',
+        b'{"key": "numbers", "result": {"timing": {"first_draft_s": "soon"}, "sizes": [1, 2], "step_s": 0.1}}\n',
+        b'{"key": "sizes", "result": {"sizes": "ab"}}\n',
+        b'["key", "result"]\n',
+        b"\xff\xfe\n",
+        b"\n",
+    ],
+)
+def test_a_file_of_somebody_else_is_refused_and_left_as_it_is(foreign: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "notes"
+    path.write_bytes(foreign)
+    with pytest.raises(InputError, match="is not a state file of this bench"):
+        StateFile(path, decode._read)
+    assert path.read_bytes() == foreign
+
+
+@pytest.mark.parametrize("value", [None, "1.5", [1.5]])
+@pytest.mark.parametrize("name", ["first_draft_s", "kth_verified_s", "accepted"])
+def test_a_damaged_answer_is_refused_unless_there_may_be_none(name: str, value: Any, tmp_path: Path) -> None:
+    timing = Timing(
+        first_draft_s=0.5, first_verified_s=1.0, kth_verified_s=2.0, drafted=3, accepted=2, peak_bytes=9, equal=True
+    )
+    result = {"timing": {**asdict(timing), name: value}, "sizes": [1, 2], "step_s": 0.1}
+    path = tmp_path / "state.jsonl"
+    path.write_text(json.dumps({"key": "k", "result": result}) + "\n", "utf-8")
+    if (name, value) == ("first_draft_s", None):
+        kept = StateFile(path, decode._read).get("k")
+        assert kept is not None
+        assert kept.timing == replace(timing, first_draft_s=None)
+    else:
+        with pytest.raises(InputError, match="is not a state file of this bench"):
+            StateFile(path, decode._read)
+
+
+def test_what_cannot_be_kept_is_told_before_it_is_measured(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere" / "state.jsonl"):
+        with pytest.raises(InputError, match="cannot be written"):
+            StateFile(path, decode._read)
 
 
 def test_the_schema_has_the_fields_of_the_rows() -> None:
