@@ -16,11 +16,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lynxkv import health
 from lynxkv.arriving import ArrivingCache
 from lynxkv.choices import Verify
 from lynxkv.draft import Draft, Speculate, draft_tokens
 from lynxkv.errors import InputError
-from lynxkv.events import Drafted, Event, GenerateResult, Phase, Rejected, Span, Track, Verified
+from lynxkv.events import Drafted, Event, GenerateResult, Note, Phase, Rejected, Span, Track, Verified
 from lynxkv.fetch import CacheReader, SegmentPayload
 from lynxkv.identity import check_identity
 from lynxkv.layout import Precision
@@ -144,6 +145,7 @@ class _Row:
     draft_text: list[str] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
+    notes: list[str] = field(default_factory=list)
     first_draft_s: float | None = None
     first_verified_s: float | None = None
 
@@ -163,6 +165,11 @@ class _Row:
             later_s = self.wants.reader.opened_at - self.began_at
             event = replace(event, start_s=event.start_s + later_s, stop_s=event.stop_s + later_s)
         self.wants.on_event(event)
+
+    def note(self, text: str) -> None:
+        """Tell of what is worth telling."""
+        self.notes.append(text)
+        self.wants.on_event(Note(text))
 
     def propose(self, logits: Tensor) -> list[int]:
         """Draft the token that follows from `logits` [V]."""
@@ -236,6 +243,9 @@ class _Batch:
             pending = [
                 row.propose(logits[number, 0]) if self._drafts(row) else [] for number, row in enumerate(self.rows)
             ]
+        if self.auto and not any(row.draft.token_ids for row in self.rows):
+            for row in self.rows:
+                row.note(health.why_none(self.pace, "full"))
 
     def verify(self) -> None:
         """One pass over all suffixes and drafts on the target caches; what passes stands, row by row."""
@@ -258,7 +268,9 @@ class _Batch:
             outcome = accept(ids, row.draft.q, partial(_target_of, row, own), row.generator)
             self.cache.forget_last(number, len(ids) - outcome.accepted)
             targets = (_target_of(row, own, count) for count in range(len(ids)))
-            self.pace.verified("full", len(ids), agreement(row.draft.q, targets))
+            agreed = agreement(row.draft.q, targets)
+            if note := health.learn(self.pace, "full", drafted=len(ids), accepted=outcome.accepted, agreed=agreed):
+                row.note(note)
             row.stand(ids[: outcome.accepted], own)
             row.drafted, row.accepted = len(ids), len(row.text.token_ids)
             if row.accepted < row.drafted:
@@ -372,7 +384,7 @@ class _Batch:
             peak_bytes=self.cache_bytes // self.count,
             peak_parts={"cache": self.cache_bytes // self.count},
             stopped=row.text.stopped,
-            notes=[],
+            notes=row.notes,
         )
 
 

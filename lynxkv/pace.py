@@ -2,7 +2,7 @@
 
 While the Residual is in flight the model is idle, so a draft token costs nothing until it delays the end of the
 verification pass. That pass runs layer by layer behind the last tensors of the Residual. A token gains a step of plain
-decoding, if it and all before it pass.
+decoding, if it and all before it pass; one that hardly ever would is not proposed even where it costs nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ SURPRISE = 0.01
 LEAST_DRAFT = 8
 # Shares of a probability that do not count.
 NEGLIGIBLE = 1e-16
+# A token less likely to stand than this is not proposed. Its step would keep cores from decoding what arrives, and
+# somebody may watch it be struck through.
+LEAST_CHANCE = 0.02
 
 
 @dataclass
@@ -36,6 +39,7 @@ class Pace:
 
     token_s: float | None = None
     row_s: float = 0.0
+    _refuted: set[Precision] = field(default_factory=set)
     _passed: dict[Precision, float] = field(default_factory=lambda: defaultdict(float))
     _failed: dict[Precision, float] = field(default_factory=lambda: defaultdict(float))
     _long_step: tuple[int, float] | None = None
@@ -52,20 +56,24 @@ class Pace:
 
     def verified(self, target: Precision, drafted: int, agreed: float) -> None:
         """A cache of this precision agrees with so many tokens of a draft, each with those before it taken for granted:
-        `verify.agreement`."""
+        `verify.agreement`. One that the estimate makes unlikely shows that the prior is not of this codec."""
+        if self.is_poor(target, drafted, agreed):
+            self._refuted.add(target)
         self._passed[target] += agreed
         self._failed[target] += drafted - agreed
 
     def acceptance(self, target: Precision) -> float:
         """The probability that a token passes, if those before it do."""
         passed, failed = PRIOR[target]
+        if target in self._refuted:  # no more than a token's worth
+            passed, failed = passed / (passed + failed), failed / (passed + failed)
         passed, failed = passed + self._passed[target], failed + self._failed[target]
         return passed / (passed + failed)
 
     def pays(
         self, target: Precision, *, drafted: int, pending: int, suffix: int, left_s: float, tail_s: float = 0.0
     ) -> bool:
-        """Whether to propose one more token after `drafted` ones. Without any measurement the answer is yes.
+        """Whether to propose one more token after `drafted` ones. Before a step has been timed, yes.
 
         Args:
             pending: tokens that have to be run for it, perhaps none.
@@ -73,16 +81,23 @@ class Pace:
             left_s: seconds until the target cache is complete.
             tail_s: the last part of that, which a pass can run behind.
         """
+        chance = self.acceptance(target) ** (drafted + 1)
+        if chance < LEAST_CHANCE:
+            return False
         if self.token_s is None:
             return True
         step_s = self._step_s(pending)
         now_s = _verified_s(0.0, self._step_s(suffix + drafted), left_s, tail_s)
         later_s = _verified_s(step_s, self._step_s(suffix + drafted + 1), left_s, tail_s)
-        return self.acceptance(target) ** (drafted + 1) * self.token_s > later_s - now_s
+        return chance * self.token_s > later_s - now_s
 
     def _step_s(self, tokens: int) -> float:
         assert self.token_s is not None
         return self.token_s + (tokens - 1) * self.row_s if tokens else 0.0
+
+    def is_hopeless(self, target: Precision) -> bool:
+        """Whether so little has passed that not even one token is proposed: waiting is all that is left."""
+        return self.acceptance(target) < LEAST_CHANCE
 
     def is_poor(self, target: Precision, drafted: int, agreed: float) -> bool:
         """Whether a verification (see `verified`) came out worse than the estimate before it makes likely."""

@@ -23,6 +23,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from lynxkv import health
 from lynxkv.arriving import ArrivingCache
 from lynxkv.choices import Verify
 from lynxkv.decoder import check_exact_destination, check_precision
@@ -266,7 +267,7 @@ class _Run:
             self.draft_text.append(self.draft_stream.push(token))
             self.on_event(Drafted(token, self.draft_text[-1]))
         if self.auto and len(self.draft.token_ids) == before:
-            self._note(f"no draft: the {precision} cache is there before a draft would pay")
+            self._note(health.why_none(self.pace, precision))
 
     def drop_draft(self) -> None:
         """Take back what has been proposed: nothing will verify it."""
@@ -403,12 +404,8 @@ class _Run:
         drafted = len(token_ids)
         unasked = (self._target(logits, token_ids[:count]) for count in range(accepted + 1, drafted))
         agreed = agreement(self.draft.q, [*p[:drafted], *unasked])
-        if target == "full" and self.pace.is_poor(target, drafted, agreed):
-            self._note(
-                f"only {accepted} of {drafted} draft tokens passed: the Anchor is coarse for this text; "
-                "`lynxkv encode --codec quality` makes a finer one"
-            )
-        self.pace.verified(target, drafted, agreed)
+        if note := health.learn(self.pace, target, drafted=drafted, accepted=accepted, agreed=agreed):
+            self._note(note)
 
     def _note(self, text: str) -> None:
         self.notes.append(text)

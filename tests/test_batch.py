@@ -15,8 +15,10 @@ from lynxkv.codecs.uniform import Uniform
 from lynxkv.encoder import encode
 from lynxkv.errors import IdentityError, InputError
 from lynxkv.fetch import open_cache
+from lynxkv.health import ADVICE
 from lynxkv.integrations.hf import Model
 from lynxkv.models import prefill
+from lynxkv.pace import Pace
 from lynxkv.runner import generate
 from lynxkv.sampling import Sampling
 from lynxkv.testing.readers import ScriptedReader
@@ -166,6 +168,26 @@ def test_texts_end_at_stop_strings_and_end_of_text(llama: Model, tmp_path: Path)
     assert got.texts[0].token_ids == free[0][: free[0].index(free[0][3]) + 1]
     assert got.texts[1].stopped in ("stop", "eos")
     assert len(got.texts[1].token_ids) <= 6
+
+
+def test_rows_are_told_why_there_is_no_draft_and_that_one_was_bad(llama: Model, tmp_path: Path) -> None:
+    endless = dataclasses.replace(llama, eos_token_ids=frozenset())
+    (url,) = make_caches(endless, tmp_path, [30], Uniform(key_step=3.0, value_step=3.0, radix=32))
+    pace = Pace()
+    pace.verified("full", 10_000, 10_000)
+    got = together(endless, [url] * 4, SUFFIXES, speculate=10, pace=pace)
+    for text in got.texts:
+        assert text.notes in ([], [f"only {text.accepted} of 10 draft tokens passed: {ADVICE}"])
+    assert any(text.notes for text in got.texts)
+    for _ in range(100):
+        pace.verified("full", 10_000, 0)
+    got = together(endless, [url] * 4, SUFFIXES, pace=pace)
+    assert {text.drafted for text in got.texts} == {0}
+    assert {note for text in got.texts for note in text.notes} == {
+        f"no draft: hardly a token of earlier ones passed, so the full cache is waited for: {ADVICE}"
+    }
+    got = together(endless, [url] * 4, SUFFIXES, arrivals=[1000])
+    assert [text.notes for text in got.texts] == [["no draft: the full cache is there before a draft would pay"]] * 4
 
 
 def test_sampling_is_seeded_by_row(llama: Model, tmp_path: Path) -> None:

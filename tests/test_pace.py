@@ -141,3 +141,34 @@ def test_more_tokens_are_never_less_likely(tokens: int) -> None:
     assert all(low <= high for low, high in pairwise(found))
     assert at_most(tokens, tokens, 0.96) == 1.0
     assert 0.0 <= found[0] <= 0.04 + 1e-12
+
+
+def test_a_draft_that_refutes_the_estimate_takes_the_prior_away() -> None:
+    refuted = pace()
+    refuted.verified("full", 32, 16)
+    assert refuted.acceptance("full") == pytest.approx(16.96 / 33)
+    used_to_it = pace()
+    used_to_it.verified("full", 32, 30)
+    assert used_to_it.acceptance("full") == pytest.approx(54 / 57)
+
+
+def test_where_hardly_anything_passes_there_is_no_draft_even_where_it_costs_nothing() -> None:
+    hopeless = pace(row_s=0.0)
+    hopeless.verified("full", 32, 0)
+    windows = 0
+    while not hopeless.is_hopeless("full"):
+        drafted = window(hopeless)
+        assert 1 <= drafted <= 2
+        hopeless.verified("full", drafted, 0)
+        windows += 1
+    assert windows == 16
+    assert window(hopeless) == 0
+    assert not hopeless.pays("full", drafted=0, pending=500, suffix=500, left_s=1e9, tail_s=1e9)
+    assert not hopeless.is_hopeless("exact")
+    hopeless.token_s = None
+    assert not hopeless.pays("full", drafted=0, pending=1, suffix=1, left_s=1e9)
+
+
+def test_a_token_that_hardly_ever_stands_is_not_proposed() -> None:
+    # 0.96^95 is 2.07 %
+    assert window(pace(row_s=0.0)) == 95
