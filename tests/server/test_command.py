@@ -80,7 +80,7 @@ def test_a_process_says_where_it_is_and_finishes_what_runs(tmp_path: Path) -> No
 
 
 HANGING = """
-import sys, time
+import os, sys, time
 from lynxkv.server import publishing
 from lynxkv.server.app import create_app
 from lynxkv.server.catalog import Catalog
@@ -91,8 +91,11 @@ from lynxkv.testing.tiny_models import tiny_model
 
 root, what = sys.argv[1:]
 
+def say(line):  # threads print the ends of their lines by themselves
+    os.write(1, f"{line}\\n".encode())
+
 def hang(*arguments, **options):
-    print("hangs", flush=True)
+    say("hangs")
     time.sleep(1000)
 
 if what == "list":
@@ -101,8 +104,8 @@ else:
     publishing.encode = hang
 options = ServeOptions(port=0, publish=True, drain_s=1.0)
 service, listener = Service(tiny_model("llama"), root, options), listen(options)
-print(url_of(listener), flush=True)
-Server(create_app(service), options, lambda: print("ready", flush=True)).run_until_stopped(listener)
+say(url_of(listener))
+Server(create_app(service), options, lambda: say("ready")).run_until_stopped(listener)
 """
 
 
