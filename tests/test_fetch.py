@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import shutil
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -20,6 +22,7 @@ from fsspec.asyn import get_loop
 import lynxkv
 from lynxkv.decoder import KVDestination, decode_into
 from lynxkv.fetch import CacheReader, FetchOptions
+from lynxkv.fetch.head import Front
 from lynxkv.fetch.scheduler import Lane, Scheduler
 from lynxkv.store import Link, Store
 from lynxkv.store.transport import Answer, BlockingTransport, LocalTransport, Transport, transport_for
@@ -143,6 +146,34 @@ def test_remote_caches_are_asked_ahead(
     size = Path(url, "anchor.safetensors").stat().st_size  # where nobody tells it, what is behind is asked for, too
     assert all(start >= min(4 * first, size) for start, _ in set(asked) - ahead)
     assert transport.sizes == (0 if tells_size or first == 1 << 20 else 2)
+
+
+@pytest.mark.parametrize(("concurrency", "rest"), [(1, False), (2, True), (8, True)])
+def test_the_rest_is_asked_for_once_its_size_is_known(
+    concurrency: int, rest: bool, url: str, inner: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless one request runs at a time: opening could not wait for the rest of a long head."""
+    monkeypatch.setattr("lynxkv.fetch.options.FRONT_EDGES", (0, 4096, 16384))
+    transport = Remote(inner, tells_size=True)
+    kv = lynxkv.load(url, options=FetchOptions(transport=transport, concurrency=concurrency))
+    assert_equal(kv, lynxkv.load(url))
+    size = Path(url, "anchor.safetensors").stat().st_size
+    assert (("anchor.safetensors", 16384, size) in transport.asked) == rest
+
+
+def test_a_front_is_freed_with_whoever_has_it() -> None:
+    gc.disable()
+    try:
+        front = Front((0, 10, 20), lambda arrival, start, stop: Future(), most=100)
+        part = front.part(5, 15, lambda arrival: None)
+        known = weakref.ref(front)
+        del front
+        assert known() is None
+        whole = weakref.ref(part.within)
+        del part
+        assert whole() is None
+    finally:
+        gc.enable()
 
 
 def test_headers_alone_ask_for_nothing_ahead(url: str, inner: Transport) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
+from lynxkv.fetch.options import MAX_REQUEST_BYTES
 from lynxkv.fetch.ranges import Arrival, Fetched
 from lynxkv.format.read import FIRST_READ_BYTES, ReadRange
 
@@ -25,19 +27,30 @@ class Front:
     Args:
         edges: where pieces start, and where the last one ends.
         submit: asks for one piece of what an `Arrival` is to hold, between these two bytes.
+        most: of a longer shard the bytes from the last edge up to this one are asked for, too, once an answer has told
+            how long it is. Memory that nothing is put into is not taken.
+
+    Attributes:
+        stop: the first byte that has not been asked for.
     """
 
-    def __init__(self, edges: Sequence[int], submit: Callable[[Arrival, int, int], Future[None]]) -> None:
-        self.stop = edges[-1]
+    def __init__(
+        self, edges: Sequence[int], submit: Callable[[Arrival, int, int], Future[None]], *, most: int = 0
+    ) -> None:
+        self._submit = submit
         self._waiting: list[asyncio.Future[None]] = []
-        wake = partial(_wake, self._waiting)
-        self._arrival = Arrival(0, self.stop, wake)
-        self._jobs = [submit(self._arrival, *edge) for edge in itertools.pairwise(edges)]
-        for job in self._jobs:
-            job.add_done_callback(wake)
+        self._jobs: list[Future[None]] = []
+        self._most = 0
+        self._arrival = Arrival(0, max(edges[-1], most), _told(weakref.ref(self)))
+        self._ask(edges)
+        self._most = most  # only now: answers come on the event loop's thread, perhaps at once
 
-    async def copy_into(self, arrival: Arrival) -> None:
-        """Put what is here of the bytes that another arrival is to hold there, as it comes.
+    def part(self, start: int, stop: int, told: Callable[[Arrival], None]) -> Arrival:
+        """An arrival of bytes before `stop` of this front, which take no memory of their own; see `pass_on`."""
+        return Arrival(start, stop, told, within=self._arrival)
+
+    async def pass_on(self, arrival: Arrival) -> None:
+        """Have another arrival hold what is here of the bytes that it is to hold, as it comes.
 
         Raises:
             As `RangeReader.fetch`.
@@ -45,8 +58,25 @@ class Front:
         at, stop = arrival.start, min(arrival.stop, self.stop)
         while at < stop and (here := min(stop, await self._behind(at))) > at:
             arrival.size = self._arrival.size
-            arrival.put(arrival.start, at, self._arrival.between(at, here))
+            if arrival.within is self._arrival:
+                arrival.reach(arrival.start, here)
+            else:
+                arrival.put(arrival.start, at, self._arrival.between(at, here))
             at = here
+
+    def _ask(self, edges: Sequence[int]) -> None:
+        self.stop = edges[-1]
+        for edge in itertools.pairwise(edges):
+            self._jobs.append(self._submit(self._arrival, *edge))
+            self._jobs[-1].add_done_callback(partial(_wake, self._waiting))
+
+    def arrived(self, arrival: Arrival) -> None:
+        """More of it is here."""
+        if self._most and arrival.size is not None:
+            stop, self._most = min(arrival.size, self._most), 0
+            if stop > self.stop:
+                self._ask([*range(self.stop, stop, MAX_REQUEST_BYTES), stop])
+        _wake(self._waiting)
 
     async def _behind(self, at: int) -> int:
         """Where the first byte is missing, as soon as it is not the one at `at`; `at` if the object ends there."""
@@ -60,7 +90,17 @@ class Front:
         return self._arrival.here
 
 
-def _wake(waiting: list[asyncio.Future[None]], _: object) -> None:
+def _told(front: weakref.ref[Front]) -> Callable[[Arrival], None]:
+    """Tells a front of its arrival, which does not keep it: its memory is to be free as soon as nobody needs it."""
+
+    def told(arrival: Arrival) -> None:
+        if (known := front()) is not None:
+            known.arrived(arrival)
+
+    return told
+
+
+def _wake(waiting: list[asyncio.Future[None]], _: object = None) -> None:
     while waiting:
         if not (future := waiting.pop()).done():
             future.set_result(None)

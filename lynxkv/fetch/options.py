@@ -13,8 +13,8 @@ from lynxkv.store.transport import TransportChoice
 
 # A range holds neighbouring segments of about so many bytes. Smaller ones cost requests, a server's time above all; but
 # all that are in flight at the end arrive together and are decoded when the link is idle, so the last ones are smaller.
-RANGE_BYTES = 2 << 20
-LAST_RANGE_BYTES = 1 << 20
+RANGE_BYTES = 4 << 20
+LAST_RANGE_BYTES = 2 << 20
 # Segments of a range are checked and handed on when so many bytes of them are in, while the others arrive.
 GROUP_BYTES = 256 << 10
 # Pieces that are asked for when a remote cache is opened, before its layout is known. They keep link and server busy
@@ -23,6 +23,8 @@ GROUP_BYTES = 256 << 10
 # of an answer, however short. Of several that are loaded as one each takes memory.
 FRONT_EDGES = (0, 1 << 20, 9 << 19, 8 << 20)
 SPAN_EDGES = (0, 512 << 10)
+# Where all of an Anchor is wanted, the first answer tells its size, and the rest is asked for then, up to this byte.
+FRONT_STOP = 24 << 20
 # What is asked for again when it fails.
 MAX_REQUEST_BYTES = 4 << 20
 # Bytes between two segments that are fetched though nobody wants them, where a request more would take longer: at

@@ -37,16 +37,23 @@ class Arrival:
 
     Args:
         told: called with this arrival whenever more is here; if it kept it, neither would be freed at once.
+        within: another arrival that has these bytes, or is to have them: theirs is the same memory.
 
     Attributes:
         size: of the object, once the store has said so; None if it does not.
     """
 
-    def __init__(self, start: int, stop: int, told: Callable[[Arrival], None] = lambda arrival: None) -> None:
-        self.start, self.stop = start, stop
+    def __init__(
+        self,
+        start: int,
+        stop: int,
+        told: Callable[[Arrival], None] = lambda arrival: None,
+        within: Arrival | None = None,
+    ) -> None:
+        self.start, self.stop, self.within = start, stop, within
         self.size: int | None = None
         self._told = told
-        self._buffer = np.empty(stop - start, np.uint8).data
+        self._buffer = np.empty(stop - start, np.uint8).data if within is None else within.between(start, stop)
         self._ends = {start: start}  # of what is here of each part, by where the part starts
 
     @property
@@ -65,6 +72,10 @@ class Arrival:
         """Take the next bytes of the part that starts at `part`; `at` is where they start."""
         end = at + len(chunk)
         self._buffer[at - self.start : end - self.start] = chunk
+        self.reach(part, end)
+
+    def reach(self, part: int, end: int) -> None:
+        """Of the part that starts at `part`, the bytes before `end` are in the memory now."""
         self._ends[part] = end
         self._told(self)
 

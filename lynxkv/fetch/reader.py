@@ -84,7 +84,8 @@ class CacheReader:
                 self._following = self._follow(tokens, ahead=spans_ahead)
             else:
                 # Of a token prefix, what comes next is perhaps not wanted.
-                self._named = self._span(url, 0, ahead=tuned.FRONT_EDGES if not header_only and tokens is None else ())
+                whole = not header_only and tokens is None
+                self._named = self._span(url, 0, ahead=tuned.FRONT_EDGES if whole else (), whole=whole)
                 self._scheduler.submit(Lane.ANCHOR, self._named.open).result()
                 stop = check_tokens(self.header, tokens)
                 self._chain = (self._named,) if alone else self._open_chain(stop, ahead=spans_ahead)
@@ -280,8 +281,10 @@ class CacheReader:
     ) -> None:
         self.close()
 
-    def _span(self, url: Url, number: int, *, ahead: Sequence[int]) -> SpanReader:
-        span = SpanReader(url, self._scheduler, self.options, self._link, disk=self._disk, ahead=ahead, number=number)
+    def _span(self, url: Url, number: int, *, ahead: Sequence[int], whole: bool = False) -> SpanReader:
+        span = SpanReader(
+            url, self._scheduler, self.options, self._link, disk=self._disk, ahead=ahead, whole=whole, number=number
+        )
         self._opened.append(span)
         return span
 

@@ -38,10 +38,15 @@ class _Job:
 
 
 class Scheduler:
-    """The jobs of one reader. What they compute beside waiting goes to `workers`."""
+    """The jobs of one reader. What blocks them goes to `workers`, what they compute to as many threads as processors:
+    whoever starts a thread waits until it runs, here the event loop.
+    """
 
     def __init__(self, concurrency: int, *, what: str) -> None:
         self.workers = ThreadPoolExecutor(concurrency, thread_name_prefix="lynxkv-fetch")
+        self._computing = ThreadPoolExecutor(
+            min(concurrency, os.cpu_count() or 1), thread_name_prefix="lynxkv-fetch-check"
+        )
         self._loop: asyncio.AbstractEventLoop = get_loop()
         self._process = os.getpid()
         self._concurrency, self._what = concurrency, what
@@ -73,12 +78,12 @@ class Scheduler:
             )
 
     async def compute(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Run a function on a worker thread, from inside a job."""
+        """Run a function on a thread that computes, from inside a job."""
         return await asyncio.wrap_future(self.start(work, *arguments))
 
     def start(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Have a function run on a worker thread."""
-        return self.workers.submit(work, *arguments)
+        """Have a function run on a thread that computes."""
+        return self._computing.submit(work, *arguments)
 
     def give_way(self) -> None:
         """Called by a job that needs the network no more: the next one may start."""
@@ -99,7 +104,8 @@ class Scheduler:
         if not on_loop:  # waiting there would keep the loop from cancelling
             with contextlib.suppress(TimeoutError):
                 done.result(CLOSE_S)
-        self.workers.shutdown(wait=False, cancel_futures=True)
+        for pool in (self.workers, self._computing):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _enqueue(self, job: _Job) -> None:
         if self.closed:

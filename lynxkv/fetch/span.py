@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import groupby
@@ -18,22 +17,21 @@ from lynxkv.errors import (
     FetchError,
     FormatError,
     InputError,
-    TruncatedError,
 )
 from lynxkv.fetch.disk_cache import DiskCache, ShardCopy
+from lynxkv.fetch.group import Group, failed_of
 from lynxkv.fetch.head import Front, read_head
-from lynxkv.fetch.options import FetchOptions
+from lynxkv.fetch.options import FRONT_STOP, FetchOptions
 from lynxkv.fetch.ranges import Arrival, Fetched, RangeReader, all_of
 from lynxkv.fetch.scheduler import Lane, Scheduler
 from lynxkv.fetch.stream import SegmentPayload, SegmentRange, ranges
 from lynxkv.format.basis import Basis
 from lynxkv.format.document import ANCHOR_NAME
-from lynxkv.format.index import ZSTD, Segment
+from lynxkv.format.index import Segment
 from lynxkv.format.read import (
     FIRST_READ_BYTES,
     ReadRange,
     ShardHead,
-    open_segment,
     read_anchor_head,
     read_residual_head,
 )
@@ -43,16 +41,17 @@ from lynxkv.store.marks import ANCHOR_TOS, RESIDUAL_TOS
 from lynxkv.store.transport import Transport, transport_for
 
 T = TypeVar("T")
-Buffer = bytes | bytearray | memoryview
 
-# Segments of up to so many bytes that were stored as they are do not keep the range in memory that brought them.
-SMALL_BYTES = 32 << 10
 # Arrays that no decoding needs.
 _ASIDE = ("token_ids", "prefix", "logits")
 
 
 class SpanReader:
     """A cache whose Anchor is being asked for. After `open` has run, its header has been read and checked.
+
+    Args:
+        ahead: the edges of what is asked for before its layout is known.
+        whole: all of the Anchor will be read, so that more of it can be asked for as soon as its size is known.
 
     Attributes:
         number: of the span, from 0; segments and ranges carry it.
@@ -71,6 +70,7 @@ class SpanReader:
         *,
         disk: DiskCache | None,
         ahead: Sequence[int],
+        whole: bool = False,
         number: int = 0,
     ) -> None:
         first, second = (ANCHOR_TOS, RESIDUAL_TOS) if options.dscp else (None, None)
@@ -87,7 +87,7 @@ class SpanReader:
         elif second is not None:
             self._residual_ranges = self._reader_of(Store(url, tos=second), link)
         self.residual_problem: str | None = None
-        self._fronts = {ANCHOR_NAME: self._start_front(ANCHOR_NAME, ahead)}
+        self._fronts = {ANCHOR_NAME: self._start_front(ANCHOR_NAME, ahead, whole=whole)}
         self._kept_head: ShardHead | None = None
         self._part: Span | None = None
         self._basis: Basis | None = None
@@ -224,7 +224,7 @@ class SpanReader:
         """Fetch a range, and check the segments of each of its groups when they are in."""
         what = f"{self.ranges_reader(wanted.shard).url}/{wanted.shard}"
         offset = wanted.start - wanted.segments[0].offset
-        groups = [_Group(segments, offset, self.number, what) for segments in wanted.groups]
+        groups = [Group(segments, offset, self.number, what) for segments in wanted.groups]
 
         async def fetch_checked() -> None:
             wanted_still = [group.payloads.set_running_or_notify_cancel() for group in groups]
@@ -302,17 +302,19 @@ class SpanReader:
         tokens, loaded = self.header.tokens.count, self.part.stop - self.header.tokens.start
         return (ref.bytes - ref.exact_bytes) * loaded // tokens, ref.exact_bytes * loaded // tokens
 
-    def _start_front(self, name: str, ahead: Sequence[int]) -> Front:
+    def _start_front(self, name: str, ahead: Sequence[int], *, whole: bool = False) -> Front:
         """Ask for the first bytes of a shard whose head is not known yet."""
         reader = self.ranges_reader(name)
         # The head will show whether a copy on disk is of the same content; mostly it is.
         copied = self._disk is not None and self._disk.has(f"{reader.url}/{name}")
-        edges = ahead if ahead and reader.transport.is_remote and not copied else (0, FIRST_READ_BYTES)
+        early = bool(ahead) and reader.transport.is_remote and not copied
+        # What is asked for later comes after `open`, and where one job runs at a time, `open` cannot wait for that.
+        most = FRONT_STOP if early and whole and self._options.concurrency > 1 else 0
 
         def submit(arrival: Arrival, start: int, stop: int) -> Future[None]:
             return self._scheduler.submit(lane_of(name), partial(reader.fill, name, arrival, start, stop))
 
-        return Front(edges, submit)
+        return Front(ahead if early else (0, FIRST_READ_BYTES), submit, most=most)
 
     async def _read_head(self, name: str, parse: Callable[[ReadRange, int], T]) -> T:
         reader = self.ranges_reader(name)
@@ -333,11 +335,11 @@ class SpanReader:
         if front is None or arrival.start >= front.stop:
             await reader.fill(name, arrival, arrival.start, arrival.stop)
         elif arrival.stop <= front.stop:
-            await front.copy_into(arrival)
+            await front.pass_on(arrival)
         else:
-            await all_of((front.copy_into(arrival), reader.fill(name, arrival, front.stop, arrival.stop)))
+            await all_of((front.pass_on(arrival), reader.fill(name, arrival, front.stop, arrival.stop)))
 
-    async def _take(self, wanted: SegmentRange, groups: Sequence[_Group]) -> None:
+    async def _take(self, wanted: SegmentRange, groups: Sequence[Group]) -> None:
         """Fetch and check the groups of a range, or read them from their copy on disk.
 
         What fails a check is fetched once more before giving up, and not from what came ahead.
@@ -353,17 +355,17 @@ class SpanReader:
             if copy is not None:
                 copy.keep(group.segments, data)
 
-    async def _take_kept(self, groups: Sequence[_Group], copy: ShardCopy) -> list[_Group]:
+    async def _take_kept(self, groups: Sequence[Group], copy: ShardCopy) -> list[Group]:
         """Those whose copy is damaged are left over."""
         self._scheduler.give_way()
-        failed = await _failed(groups, [self._scheduler.start(group.check_copy, copy) for group in groups])
+        failed = await failed_of(groups, [self._scheduler.start(group.check_copy, copy) for group in groups])
         for group in failed:
             copy.forget(group.segments)
         return failed
 
     async def _take_arriving(
-        self, wanted: SegmentRange, groups: Sequence[_Group], copy: ShardCopy | None
-    ) -> list[_Group]:
+        self, wanted: SegmentRange, groups: Sequence[Group], copy: ShardCopy | None
+    ) -> list[Group]:
         """Each group is checked as soon as its last byte is in; those that are damaged or missing are left over."""
         checks: list[Future[None]] = []
 
@@ -374,12 +376,16 @@ class SpanReader:
                     return
                 checks.append(self._scheduler.start(group.check, arrival.between(group.start, group.stop)))
 
-        arrival = Arrival(wanted.start, wanted.stop, look)
+        front = self._fronts.get(wanted.shard)
+        if front is not None and wanted.stop <= front.stop:
+            arrival = front.part(wanted.start, wanted.stop, look)
+        else:
+            arrival = Arrival(wanted.start, wanted.stop, look)
         await self._fill(wanted.shard, arrival)
         self._scheduler.give_way()
-        if wanted.shard in self._fronts and arrival.stop > self._fronts[wanted.shard].stop:
-            del self._fronts[wanted.shard]  # all before it have been asked for
-        failed = [*await _failed(groups, checks), *groups[len(checks) :]]
+        if front is not None and arrival.stop >= front.stop:
+            self._fronts.pop(wanted.shard, None)  # all before it have been asked for
+        failed = [*await failed_of(groups, checks), *groups[len(checks) :]]
         if copy is not None:
             for group in groups:
                 if group not in failed:
@@ -421,61 +427,6 @@ class SpanReader:
             if name != ANCHOR_NAME:
                 self.residual_problem = error.message
             raise
-
-
-class _Group:
-    """Neighbouring segments that are checked and handed on together; bytes [start, stop) of their object.
-
-    Args:
-        offset: where, in the object, their offsets count from.
-        number: of their span.
-        what: the object, for errors.
-    """
-
-    def __init__(self, segments: tuple[Segment, ...], offset: int, number: int, what: str) -> None:
-        self.segments = segments
-        self.start, self.stop = offset + segments[0].offset, offset + segments[-1].stop
-        self.payloads: Future[list[SegmentPayload]] = Future()
-        self._number, self._what = number, what
-
-    def check(self, data: Buffer) -> None:
-        """Hand on the segments in these bytes, if they are what the index says; on any thread.
-
-        Raises:
-            ChecksumError, TruncatedError, ContentError: they are not, and nobody has been told yet.
-        """
-        view, first = memoryview(data), self.segments[0].offset
-        payloads = []
-        for segment in self.segments:
-            raw = open_segment(segment, view[segment.offset - first : segment.stop - first], what=self._what)
-            if segment.compression != ZSTD and segment.stored_bytes <= SMALL_BYTES:
-                raw = raw.copy()
-            payloads.append(SegmentPayload(segment=segment, raw=raw, span=self._number))
-        with suppress(InvalidStateError):  # the reader was closed meanwhile
-            self.payloads.set_result(payloads)
-
-    def check_copy(self, copy: ShardCopy) -> None:
-        """The same for the bytes of a copy on disk."""
-        self.check(copy.read(self.start, self.stop))
-
-    def fail(self, error: BaseException) -> None:
-        """Say why the segments do not come, unless they have."""
-        if not self.payloads.done():
-            with suppress(InvalidStateError):
-                self.payloads.set_exception(error)
-
-
-async def _failed(groups: Iterable[_Group], checks: Iterable[Future[None]]) -> list[_Group]:
-    """Wait for checks of the first so many groups: those whose bytes are not what they should be."""
-    failed = []
-    for group, check in zip(groups, checks, strict=False):
-        try:
-            if not check.done():
-                await asyncio.wrap_future(check)
-            check.result()
-        except (ChecksumError, TruncatedError):
-            failed.append(group)
-    return failed
 
 
 def lane_of(name: str) -> Lane:
