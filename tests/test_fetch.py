@@ -400,6 +400,7 @@ def test_closing_ends_slow_requests_and_leaves_nothing_behind(url: str, faulty: 
     with pytest.raises(lynxkv.StoreError, match="the reader is closed"):
         stream.wait()
     reader._scheduler.workers.shutdown(wait=True)
+    reader._scheduler._computing.shutdown(wait=True)
     assert {thread for thread in set(threading.enumerate()) - before if "lynxkv-fetch" in thread.name} == set()
     assert idle_loop_tasks() == 0
 
@@ -527,6 +528,7 @@ def test_files_are_closed_with_their_reader(url: str) -> None:
     with lynxkv.open(url) as reader:
         list(reader.stream_anchor())
     reader._scheduler.workers.shutdown(wait=True)
+    reader._scheduler._computing.shutdown(wait=True)
     assert not [link for link in Path("/proc/self/fd").iterdir() if str(link.resolve()).startswith(url)]
 
 
