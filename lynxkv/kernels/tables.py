@@ -48,6 +48,15 @@ class Cells:
         return cls(below=below.astype(np.uint32), entries=padded, most=most)
 
 
+def _even(book: F32) -> tuple[np.float32, np.float32] | None:
+    if book.size < 2:
+        return None
+    with np.errstate(over="ignore", invalid="ignore"):  # of hostile tables
+        slope, base = np.float32(book[1] - book[0]), book[0]
+        entries = np.arange(book.size, dtype=np.float32) * slope + base
+    return (slope, base) if entries.tobytes() == book.tobytes() else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class FixedTables:
     """Values of codes, f32: `anchor` [2^a], `full` [2^(a+r)], `scale` and `offset` [256] for u8 chunk parameters.
@@ -107,6 +116,11 @@ class FixedTables:
         """The largest magnitudes that codes and 8-bit parameters stand for; NaN if a table holds one."""
         books = {"anchor": self.anchor, "full": self.full, "scale": self.scale, "offset": self.offset}
         return {name: float(np.abs(book).max(initial=0)) for name, book in books.items() if book is not None}
+
+    @cached_property
+    def even(self) -> dict[str, tuple[np.float32, np.float32] | None]:
+        """(slope, base) of each codebook whose every entry is fl(fl(code * slope) + base)."""
+        return {name: _even(book) for name, book in (("anchor", self.anchor), ("full", self.full)) if book is not None}
 
     @cached_property
     def scale_cells(self) -> Cells:

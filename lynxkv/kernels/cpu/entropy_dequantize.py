@@ -53,6 +53,10 @@ def _unpack_digits(
     limit = radix**group
     # c // R for c < 256 and R <= 32, exactly.
     reciprocal = np.uint32(65536 // radix + 1)
+    if limit == 1 << bits and group == 1 and len(codes) == tokens:
+        # Every code is a digit, and none is padding.
+        unpack_rows(data, rows, tokens, bits, start, digits[start * stride : stop * stride], True)
+        return 0
     for row in range(start, stop):
         out = digits[row * stride : (row + 1) * stride]
         unpack_rows(data, rows, len(codes), bits, row, codes, True)

@@ -163,11 +163,12 @@ def dequantize_fixed(
         ContentError: as the reference.
     """
     part = _parts(anchor, coding, spec, tokens)
+    book: Literal["anchor", "full"] = "anchor"
     table, low, low_bits = tables.anchor, _EMPTY_U8, 0
     if residual is not None and tables.full is not None:
         if residual.size != coding.residual_bytes(tokens, spec):
             raise ContentError(f"a residual segment has {residual.size} bytes")
-        table, low, low_bits = tables.full, read_only(residual), coding.residual_bits
+        book, table, low, low_bits = "full", tables.full, read_only(residual), coding.residual_bits
     if table.size < 1 << (coding.anchor_bits + low_bits):
         raise ContentError(f"a codebook has {table.size} values")
     codes = read_only(part["codes"])
@@ -178,9 +179,12 @@ def dequantize_fixed(
                 raise ContentError("padding codes are not zero")
     scale, offset = (_Parameter.of(part[f"chunk_{name}"], name, tables) for name in _CHUNK_PARAMETERS)
     sigma, mean = _Parameter.plain(part["page_scale"]), _Parameter.plain(part["page_mean"])
-    book, even, how = _look_up(table)
+    even = tables.even[book]
+    how = EVEN if even is not None else PERMUTED if table.size <= LANES else GATHERED
+    # Sixteen entries are read as one.
+    entries = read_only(table if table.size >= LANES else np.resize(table, LANES))
     page_reach = sigma.reach if coding.page_tokens else 1.0
-    farthest = (tables.reach["full" if low_bits else "anchor"] * scale.reach + offset.reach) * page_reach + mean.reach
+    farthest = (tables.reach[book] * scale.reach + offset.reach) * page_reach + mean.reach
     kind = bounded(out, farthest)
 
     def decode(start: int, stop: int) -> None:
@@ -194,8 +198,8 @@ def dequantize_fixed(
             coding.anchor_bits,
             low,
             low_bits,
-            book,
-            even,
+            entries,
+            even or _NOT_EVEN,
             how,
             scale.as_f32,
             scale.as_u8,
@@ -216,18 +220,6 @@ def dequantize_fixed(
         )
 
     run_split(decode, tokens, unit=coding.chunk_tokens, elements=tokens * spec.channels)
-
-
-def _look_up(table: F32) -> tuple[F32, tuple[np.float32, np.float32], int]:
-    """The table, (slope, base), and how codes become values: the arithmetic only where it gives every value exactly."""
-    book = np.zeros(max(LANES, table.size), np.float32)
-    book[: table.size] = table
-    with np.errstate(over="ignore", invalid="ignore"):  # of hostile tables
-        # One rounding for the product and one for the sum, as in the kernel.
-        slope, base = table[1] - table[0], table[0]
-        even = np.arange(table.size, dtype=np.float32) * slope + base
-    how = EVEN if even.tobytes() == table.tobytes() else PERMUTED if table.size <= LANES else GATHERED
-    return read_only(book), (slope, base), how
 
 
 def _parts(anchor: U8, coding: FixedCoding, spec: TensorSpec, tokens: int) -> dict[str, U8]:
@@ -253,8 +245,10 @@ class _Parameter:
     @classmethod
     def plain(cls, stored: U8) -> _Parameter:
         """Values as they are."""
-        values = stored.view("<f4") if stored.size else _EMPTY_F32
-        reach = float(np.abs(values).max()) if stored.size else 0.0
+        if not stored.size:
+            return _ABSENT
+        values = stored.view("<f4")
+        reach = float(np.abs(values).max())
         if not np.isfinite(reach):
             raise ContentError("page or chunk parameters are not finite")
         return cls(as_f32=read_only(values), as_u8=_EMPTY_U8, table=_EMPTY_F32, reach=reach)
@@ -274,3 +268,5 @@ class _Parameter:
 _CHUNK_PARAMETERS: tuple[Literal["scale"], Literal["offset"]] = ("scale", "offset")
 _EMPTY_U8 = read_only(np.empty(0, np.uint8))
 _EMPTY_F32 = read_only(np.empty(0, np.float32))
+_ABSENT = _Parameter(as_f32=_EMPTY_F32, as_u8=_EMPTY_U8, table=_EMPTY_F32, reach=0.0)
+_NOT_EVEN = (np.float32(0), np.float32(0))
