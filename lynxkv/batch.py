@@ -21,15 +21,16 @@ from lynxkv.arriving import ArrivingCache
 from lynxkv.choices import Verify
 from lynxkv.draft import Draft, Speculate, draft_tokens
 from lynxkv.errors import InputError
-from lynxkv.events import Drafted, Event, GenerateResult, Note, Phase, Rejected, Span, Track, Verified
+from lynxkv.events import Drafted, Event, GenerateResult, Note, Phase, Rejected, Span, Track
 from lynxkv.fetch import CacheReader, SegmentPayload
 from lynxkv.identity import check_identity
 from lynxkv.layout import Precision
 from lynxkv.models import BatchLiveCache, BatchModel
 from lynxkv.pace import Pace
 from lynxkv.prompt import Prompt, place
-from lynxkv.sampling import Sampling, draw, logprobs
-from lynxkv.text import GrowingText, TextStream
+from lynxkv.sampling import Sampling, draw
+from lynxkv.text import TextStream
+from lynxkv.verified import VerifiedText
 from lynxkv.verify import accept, agreement
 
 
@@ -137,7 +138,7 @@ class _Row:
 
     wants: BatchPrompt
     prompt: Prompt
-    text: GrowingText
+    text: VerifiedText
     stream: TextStream
     generator: torch.Generator
     began_at: float
@@ -147,7 +148,6 @@ class _Row:
     accepted: int = 0
     notes: list[str] = field(default_factory=list)
     first_draft_s: float | None = None
-    first_verified_s: float | None = None
 
     def distribution(self, logits: Tensor, new_ids: Sequence[int]) -> Tensor:
         """Of the token after the suffix and `new_ids`."""
@@ -183,16 +183,6 @@ class _Row:
         self.wants.on_event(Drafted(token, self.draft_text[-1]))
         return [token]
 
-    def stand(self, token_ids: Sequence[int], logits: Tensor) -> None:
-        """Add tokens to the verified text, as far as it goes on. `logits` [n, V]: of the positions before them."""
-        stood, released = self.text.add_all(token_ids)
-        if stood:
-            if self.first_verified_s is None:
-                self.first_verified_s = self.now()
-            top = self.wants.top_logprobs
-            told = None if top is None else [logprobs(logits[i], token, top) for i, token in enumerate(stood)]
-            self.wants.on_event(Verified(stood, released, told))
-
 
 class _Batch:
     """The state of a run. Row i of the cache is that of `rows[i]`, whichever are left."""
@@ -213,6 +203,7 @@ class _Batch:
         # Of each draft token there are the logits of its verification, and both distributions.
         self.limit = draft_tokens(speculate, 3 * 4 * model.vocab_tokens * len(rows))
         self.count, self.cache_bytes = len(rows), cache.nbytes
+        self.peak_parts: dict[str, int] = {}
         self.uncounted = set(arriving)
         self.began_at = min(reader.opened_at for reader in arriving)
 
@@ -244,8 +235,9 @@ class _Batch:
                 row.propose(logits[number, 0]) if self._drafts(row) else [] for number, row in enumerate(self.rows)
             ]
         if self.auto and not any(row.draft.token_ids for row in self.rows):
+            reason = health.why_none(self.pace, "full")
             for row in self.rows:
-                row.note(health.why_none(self.pace, "full"))
+                row.note(reason)
 
     def verify(self) -> None:
         """One pass over all suffixes and drafts on the target caches; what passes stands, row by row."""
@@ -262,21 +254,23 @@ class _Batch:
         logits = self._step(
             "verify", [[*row.prompt.suffix_ids, *row.draft.token_ids] for row in self.rows], rows=longest + 1
         )
+        fared = []
         for number, row in enumerate(self.rows):
             ids = row.draft.token_ids
             own = logits[number, longest - len(ids) :]
             outcome = accept(ids, row.draft.q, partial(_target_of, row, own), row.generator)
             self.cache.forget_last(number, len(ids) - outcome.accepted)
             targets = (_target_of(row, own, count) for count in range(len(ids)))
-            agreed = agreement(row.draft.q, targets)
-            if note := health.learn(self.pace, "full", drafted=len(ids), accepted=outcome.accepted, agreed=agreed):
-                row.note(note)
-            row.stand(ids[: outcome.accepted], own)
+            fared.append(health.Fared(len(ids), outcome.accepted, agreement(row.draft.q, targets)))
+            row.text.stand(ids[: outcome.accepted], own)
             row.drafted, row.accepted = len(ids), len(row.text.token_ids)
             if row.accepted < row.drafted:
                 row.wants.on_event(Rejected(ids[row.accepted :], "".join(row.draft_text[row.accepted :])))
-            row.stand([outcome.next_token], own[outcome.accepted :])
+            row.text.stand([outcome.next_token], own[outcome.accepted :])
             row.draft = Draft()
+        for row, note in zip(self.rows, health.learn(self.pace, "full", fared), strict=True):
+            if note is not None:
+                row.note(note)
         self._let_go()
 
     def decode_on(self) -> None:
@@ -287,8 +281,19 @@ class _Batch:
             logits = self._step("plain", [row.text.token_ids[-1:] for row in self.rows])
             for number, row in enumerate(self.rows):
                 p = row.distribution(logits[number, 0], row.text.token_ids)
-                row.stand([draw(p, row.generator)], logits[number])
+                row.text.stand([draw(p, row.generator)], logits[number])
             self._let_go()
+
+    def measure(self, *, logits: int = 0) -> None:
+        """Keep the parts of the largest sum of bytes that the run has taken."""
+        parts = {
+            "cache": self.cache_bytes,
+            "codes": sum(arriving.bytes_codes for arriving in self.arriving.values()),
+            "in_flight": sum(arriving.bytes_in_flight for arriving in self.arriving.values()),
+            "logits": logits + sum(row.draft.nbytes for row in self.rows),
+        }
+        if sum(parts.values()) > sum(self.peak_parts.values()):
+            self.peak_parts = parts
 
     def result(self, texts: list[GenerateResult]) -> BatchResult:
         """What `generate_batch` returns."""
@@ -335,6 +340,7 @@ class _Batch:
         logits = self.model.batch_step(self.cache, token_ids, rows=rows)
         ended = time.perf_counter()
         self.pace.stepped(max(map(len, token_ids)), ended - began)
+        self.measure(logits=logits.nbytes)
         for row, ids in zip(self.rows, token_ids, strict=True):
             if ids:
                 row.wants.on_event(Span(track, began - row.began_at, ended - row.began_at, len(ids)))
@@ -357,10 +363,11 @@ class _Batch:
 
     def _text_of(self, row: _Row) -> GenerateResult:
         assert row.text.stopped is not None
-        assert row.first_verified_s is not None
+        assert row.text.first_s is not None
         reader = row.wants.reader
         arriving, later_s = self.arriving[reader], reader.opened_at - row.began_at
         complete_s = {stage: seconds + later_s for stage, seconds in arriving.complete_s.items()}
+        parts = {name: count // self.count for name, count in self.peak_parts.items()}
         counts = reader in self.uncounted
         self.uncounted.discard(reader)
         return GenerateResult(
@@ -369,20 +376,15 @@ class _Batch:
             precision="anchor" if self.target == "anchor" and arriving.has("full") else "full",
             drafted=row.drafted,
             accepted=row.accepted,
-            provisional=0,
-            accepted_exact=0,
             anchor_s=complete_s.get("anchor"),
             first_draft_s=row.first_draft_s,
             full_s=complete_s.get("full"),
-            first_provisional_s=None,
-            exact_s=None,
-            first_verified_s=row.first_verified_s,
+            first_verified_s=row.text.first_s,
             total_s=row.now(),
             bytes_anchor=reader.bytes_anchor if counts else 0,
             bytes_residual=reader.bytes_residual if counts and "full" in complete_s else 0,
-            bytes_exact=0,
-            peak_bytes=self.cache_bytes // self.count,
-            peak_parts={"cache": self.cache_bytes // self.count},
+            peak_bytes=sum(parts.values()),
+            peak_parts=parts,
             stopped=row.text.stopped,
             notes=row.notes,
         )
@@ -413,6 +415,12 @@ def _opened(
         cache.forget_stored(number, row.prompt.base)
         sharing.setdefault(row.wants.reader, []).append(number)
     target: Precision = "anchor" if verify == "none" else "full"
+
+    def arrived(own: Sequence[_Row], event: Event) -> None:
+        batch.measure()
+        for row in own:
+            row.tell_of_arrival(event)
+
     with ExitStack() as stack:
         arriving = {
             reader: stack.enter_context(
@@ -424,15 +432,16 @@ def _opened(
                         straight=speculate == "off",
                         hold=True,
                         on_written=partial(_copy, cache, own, reader),
-                        on_event=partial(_tell_of_arrival, [rows[number] for number in own]),
+                        on_event=partial(arrived, [rows[number] for number in own]),
                     )
                 )
             )
             for reader, own in sharing.items()
         }
+        batch = _Batch(rows, model, cache, arriving, target=target, speculate=speculate, pace=pace or Pace())
         for item in arriving.values():
             item.start()
-        yield _Batch(rows, model, cache, arriving, target=target, speculate=speculate, pace=pace or Pace())
+        yield batch
 
 
 def _placed(wants: BatchPrompt, model: BatchModel) -> _Row:
@@ -446,21 +455,23 @@ def _placed(wants: BatchPrompt, model: BatchModel) -> _Row:
         needs_history=wants.sampling.needs_history,
         use_logits=False,
     )
+    began_at = wants.reader.opened_at if wants.began_at is None else wants.began_at
     return _Row(
         wants=wants,
         prompt=prompt,
-        text=GrowingText(
-            model.to_text, eos_token_ids=model.eos_token_ids, stop=wants.stop, max_tokens=prompt.room_tokens
+        text=VerifiedText(
+            model.to_text,
+            eos_token_ids=model.eos_token_ids,
+            stop=wants.stop,
+            max_tokens=prompt.room_tokens,
+            now=lambda: time.perf_counter() - began_at,
+            on_event=wants.on_event,
+            top_logprobs=wants.top_logprobs,
         ),
         stream=TextStream(model.to_text),
         generator=wants.sampling.generator(model.device),
-        began_at=wants.reader.opened_at if wants.began_at is None else wants.began_at,
+        began_at=began_at,
     )
-
-
-def _tell_of_arrival(rows: Sequence[_Row], event: Event) -> None:
-    for row in rows:
-        row.tell_of_arrival(event)
 
 
 def _copy(cache: BatchLiveCache, rows: Sequence[int], reader: CacheReader, payloads: Sequence[SegmentPayload]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from lynxkv.layout import Precision
@@ -137,21 +137,21 @@ class GenerateResult:
     text: str
     token_ids: list[int]
     precision: Precision
-    drafted: int
-    accepted: int
-    provisional: int
-    accepted_exact: int
-    anchor_s: float | None
-    first_draft_s: float | None
-    full_s: float | None
-    first_provisional_s: float | None
-    exact_s: float | None
+    drafted: int = 0
+    accepted: int = 0
+    provisional: int = 0
+    accepted_exact: int = 0
+    anchor_s: float | None = None
+    first_draft_s: float | None = None
+    full_s: float | None = None
+    first_provisional_s: float | None = None
+    exact_s: float | None = None
     first_verified_s: float
     total_s: float
-    bytes_anchor: int
-    bytes_residual: int
-    bytes_exact: int
+    bytes_anchor: int = 0
+    bytes_residual: int = 0
+    bytes_exact: int = 0
     peak_bytes: int
     peak_parts: dict[str, int]
     stopped: Stopped
-    notes: list[str]
+    notes: list[str] = field(default_factory=list)

@@ -26,6 +26,8 @@ NEGLIGIBLE = 1e-16
 # A token less likely to stand than this is not proposed. Its step would keep cores from decoding what arrives, and
 # somebody may watch it be struck through.
 LEAST_CHANCE = 0.02
+# What is left of what was known after a run that did not draft because of it.
+REMEMBERED = 7 / 8
 
 
 @dataclass
@@ -61,6 +63,11 @@ class Pace:
             self._refuted.add(target)
         self._passed[target] += agreed
         self._failed[target] += drafted - agreed
+
+    def waited(self, target: Precision) -> None:
+        """A run has not drafted, since hardly a token had passed: what is known grows old, and is tried again then."""
+        self._passed[target] *= REMEMBERED
+        self._failed[target] *= REMEMBERED
 
     def acceptance(self, target: Precision) -> float:
         """The probability that a token passes, if those before it do."""

@@ -109,8 +109,9 @@ def map_ordered(work: Callable[[T], R], items: Iterable[T], *, threads: int) -> 
                 waiting.append(task)
                 todo.put(task)
                 if len(helpers) < min(threads, len(waiting)) - 1:
-                    helpers.append(threading.Thread(target=help_out, name="lynxkv-work", daemon=True))
-                    helpers[-1].start()
+                    helper = threading.Thread(target=help_out, name="lynxkv-work", daemon=True)
+                    helper.start()
+                    helpers.append(helper)
             else:
                 try:
                     own = todo.get_nowait()
@@ -119,6 +120,8 @@ def map_ordered(work: Callable[[T], R], items: Iterable[T], *, threads: int) -> 
                     continue
                 assert own is not None
                 own.run(work)
+                if own.error is not None and not isinstance(own.error, Exception):
+                    raise own.error  # an interrupt of this thread waits for nobody's turn
         if failure is not None:
             raise failure
     finally:

@@ -66,7 +66,7 @@ PROFILES = (
     ),
     Profile(
         codec="compact", anchor_bits=3.28, full_bits=6.28, exact_bits=10.35, channel_bits=150,
-        attn_nmse=4.5e-5, accepted=21.0, entropy=True, needs_basis=True, decode_rate=1 / 3,
+        attn_nmse=4.5e-5, accepted=21.0, entropy=True, needs_basis=True, decode_rate=0.55,
     ),
     Profile(
         codec="fixed", anchor_bits=4.66, full_bits=8.66, exact_bits=11.74, channel_bits=58,
@@ -126,13 +126,13 @@ class Speeds:
     """What a machine does: seconds a model step, bytes of bf16 a second that the decoders of entropy-coded and of
     fixed-rate anchors put out, and the tokens a second of a prefill, if known.
 
-    Defaults of the decoders are four cores of docs/kernels.md (fetch and decode, anchor). Refining takes `refine` times
-    as long as decoding the anchor.
+    Defaults of the decoders are four cores at the rates a core of docs/kernels.md (fetch and decode, anchor). Refining
+    takes `refine` times as long as decoding the anchor.
     """
 
     token_s: float = 0.02
-    entropy_byte_s: float = 4 * 0.85e9
-    fixed_byte_s: float = 4 * 1.27e9
+    entropy_byte_s: float = 4 * 0.70e9
+    fixed_byte_s: float = 4 * 1.0e9
     prefill_token_s: float | None = None
     refine: float = 0.6
 

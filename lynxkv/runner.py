@@ -39,7 +39,6 @@ from lynxkv.events import (
     Rejected,
     Span,
     Track,
-    Verified,
 )
 from lynxkv.fetch import CacheReader
 from lynxkv.identity import check_identity
@@ -47,12 +46,13 @@ from lynxkv.layout import Precision, TensorName
 from lynxkv.models import DecoderModel
 from lynxkv.pace import Pace
 from lynxkv.prompt import place
-from lynxkv.sampling import Sampling, draw, logprobs
-from lynxkv.text import GrowingText, TextStream
+from lynxkv.sampling import Sampling, draw
+from lynxkv.text import TextStream
+from lynxkv.verified import VerifiedText
 from lynxkv.verify import Acceptance, accept, agreement
 
 # What a draft is verified against, one after the other; the last is the target.
-STAGES: dict[Verify, tuple[Precision, ...]] = {"none": (), "full": ("full",), "exact": ("full", "exact")}
+TARGETS: dict[Verify, tuple[Precision, ...]] = {"none": (), "full": ("full",), "exact": ("full", "exact")}
 
 
 def generate(
@@ -92,8 +92,8 @@ def generate(
         FetchError, FormatError: the cache cannot be fetched or is damaged; no text is returned. If the reader's
             options allow for a missing Residual, the text is decoded on the Anchor alone and marked so.
     """
-    if verify not in STAGES:
-        raise InputError(f"verify is {verify!r}", hint=f"use one of {', '.join(STAGES)}")
+    if verify not in TARGETS:
+        raise InputError(f"verify is {verify!r}", hint=f"use one of {', '.join(TARGETS)}")
     with _Run(
         reader,
         model,
@@ -155,10 +155,9 @@ class _Run:
         check_identity(extent.identity, model.identity)
         check_precision(extent, "exact" if verify == "exact" else "full")
         self.reader, self.model, self.sampling, self.on_event = reader, model, sampling, on_event
-        self.target: Precision = (STAGES[verify] or ("anchor",))[-1]
+        self.target: Precision = (TARGETS[verify] or ("anchor",))[-1]
         self.speculates = speculate != "off"
         self.auto, self.pace = speculate == "auto", pace or Pace()
-        self.top_logprobs = top_logprobs
         prompt = place(
             reader,
             model,
@@ -173,8 +172,14 @@ class _Run:
         self.max_draft_tokens = prompt.room_tokens - self.given_tokens
         # Of each draft token there are the logits of its verification, and both distributions.
         self.stage_tokens = draft_tokens(speculate, 3 * 4 * model.vocab_tokens)
-        self.text = GrowingText(
-            model.to_text, eos_token_ids=model.eos_token_ids, stop=stop, max_tokens=prompt.room_tokens
+        self.text = VerifiedText(
+            model.to_text,
+            eos_token_ids=model.eos_token_ids,
+            stop=stop,
+            max_tokens=prompt.room_tokens,
+            now=self._now,
+            on_event=on_event,
+            top_logprobs=top_logprobs,
         )
         self.cache = model.new_cache(
             extent.stop,
@@ -194,7 +199,7 @@ class _Run:
             on_event=self._report,
         )
         drafts = self.stage_tokens and self.max_draft_tokens
-        self.draft_stages = [stage for stage in STAGES[verify] if drafts and self.arriving.has(stage)]
+        self.draft_stages = [stage for stage in TARGETS[verify] if drafts and self.arriving.has(stage)]
         # What a draft starts from: the suffix, or what is left of it, and logits if nothing is.
         self.pending_ids: Sequence[int] = self.suffix_ids
         self.pending_logits: Tensor | None = None
@@ -210,7 +215,6 @@ class _Run:
         self.peak_parts: dict[str, int] = {}
         self.first_draft_s: float | None = None
         self.first_provisional_s: float | None = None
-        self.first_verified_s: float | None = None
 
     def finish(self) -> GenerateResult:
         """The run, top to bottom."""
@@ -236,7 +240,7 @@ class _Run:
         logits = torch.from_numpy(stored.copy()).to(self.model.device)
         self._measure(logits=logits.nbytes)
         token = draw(self.sampling.distribution(logits, self._history([])), self.generator)
-        self._stand([token], logits[None])
+        self.text.stand([token], logits[None])
         self.suffix_ids = self.pending_ids = [token]
         self.draft_stream = self._new_stream()
 
@@ -296,11 +300,11 @@ class _Run:
         """What passes the target stands. Without a draft this is the first step of plain decoding."""
         drafted, before = self.draft.token_ids, len(self.text.token_ids)
         outcome, p, logits = self._pass_over_draft(self.target)
-        self._stand(drafted[: outcome.accepted], logits)
+        self.text.stand(drafted[: outcome.accepted], logits)
         self._learn(self.target, outcome.accepted, p, logits)
         self._count(len(drafted), len(self.text.token_ids) - before)
         if not self.text.stopped:
-            self._stand([outcome.next_token], logits[outcome.accepted :])
+            self.text.stand([outcome.next_token], logits[outcome.accepted :])
         self.draft = Draft()
 
     def decode_on(self) -> None:
@@ -310,12 +314,12 @@ class _Run:
         while not self.text.stopped:
             logits = self._step("plain", self.text.token_ids[-1:])
             p = self.sampling.distribution(logits[0], self._history(self.text.token_ids[self.given_tokens :]))
-            self._stand([draw(p, self.generator)], logits)
+            self.text.stand([draw(p, self.generator)], logits)
 
     def result(self) -> GenerateResult:
         """What `generate` returns."""
         assert self.text.stopped is not None
-        assert self.first_verified_s is not None
+        assert self.text.first_s is not None
         complete_s = self.arriving.complete_s
         (drafted, accepted), (provisional, accepted_exact) = [*self.outcomes, (0, 0), (0, 0)][:2]
         return GenerateResult(
@@ -331,7 +335,7 @@ class _Run:
             full_s=complete_s.get("full"),
             first_provisional_s=self.first_provisional_s,
             exact_s=complete_s.get("exact"),
-            first_verified_s=self.first_verified_s,
+            first_verified_s=self.text.first_s,
             total_s=self._now(),
             bytes_anchor=self.reader.bytes_anchor if "anchor" in complete_s else self.bytes_given,
             bytes_residual=self.reader.bytes_residual if "full" in complete_s else 0,
@@ -404,8 +408,9 @@ class _Run:
         drafted = len(token_ids)
         unasked = (self._target(logits, token_ids[:count]) for count in range(accepted + 1, drafted))
         agreed = agreement(self.draft.q, [*p[:drafted], *unasked])
-        if note := health.learn(self.pace, target, drafted=drafted, accepted=accepted, agreed=agreed):
-            self._note(note)
+        for note in health.learn(self.pace, target, [health.Fared(drafted, accepted, agreed)]):
+            if note is not None:
+                self._note(note)
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
@@ -478,16 +483,6 @@ class _Run:
     def _longest_draft(self) -> int:
         """Tokens a draft can reach: each stage adds its own and the correction of the one before."""
         return min(self.max_draft_tokens, 2 * (self.stage_tokens + 1))
-
-    def _stand(self, token_ids: Sequence[int], logits: Tensor) -> None:
-        """Add tokens to the verified text, as far as it goes on. `logits` [n, V]: of the positions before them."""
-        stood, released = self.text.add_all(token_ids)
-        if stood:
-            if self.first_verified_s is None:
-                self.first_verified_s = self._now()
-            top = self.top_logprobs
-            told = None if top is None else [logprobs(logits[i], token, top) for i, token in enumerate(stood)]
-            self.on_event(Verified(stood, released, told))
 
     def _history(self, new_ids: Sequence[int]) -> list[int]:
         """Ids of all tokens before the next one; not put together where sampling does not look at them."""

@@ -22,7 +22,7 @@ from lynxkv.codecs import Codec, get_codec
 from lynxkv.continuing import Continuation, after, continuation
 from lynxkv.decoder import decode_into, holds_exact
 from lynxkv.encoder import EncodeReport, Progress, check_options, encode
-from lynxkv.errors import BindingError, FormatError, InputError, StoreError, UnsupportedModelError
+from lynxkv.errors import BindingError, InputError, LynxError, UnsupportedModelError
 from lynxkv.fetch import FetchOptions, open_cache
 from lynxkv.format.basis import Basis
 from lynxkv.format.document import span_name
@@ -241,7 +241,7 @@ def _load(
                 precision = "exact"
             decode_into(reader, cache, precision)
             return _Loaded(cache=cache, parent=continuation(reader, precision, token_ids=ids[: found.tokens]))
-    except (StoreError, FormatError, InputError) as error:  # one that has replaced it may have fewer tokens
+    except LynxError as error:  # what has replaced it may have fewer tokens, or be of another model
         report(f"{found.url} has the first {found.tokens} tokens, but cannot be continued: {error.message}")
         return None
 

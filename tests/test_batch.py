@@ -178,6 +178,10 @@ def test_rows_are_told_why_there_is_no_draft_and_that_one_was_bad(llama: Model, 
     got = together(endless, [url] * 4, SUFFIXES, speculate=10, pace=pace)
     for text in got.texts:
         assert text.notes in ([], [f"only {text.accepted} of 10 draft tokens passed: {ADVICE}"])
+        assert set(text.peak_parts) == {"cache", "codes", "in_flight", "logits"}
+        assert text.peak_bytes == sum(text.peak_parts.values())
+        assert text.peak_parts["logits"] > 0
+        assert text.peak_parts["cache"] == got.cache_bytes // 4
     assert any(text.notes for text in got.texts)
     for _ in range(100):
         pace.verified("full", 10_000, 0)

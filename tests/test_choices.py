@@ -11,14 +11,14 @@ from lynxkv.codecs import CODECS, get_codec
 from lynxkv.encoder import check_options, encode_shards
 from lynxkv.errors import InputError
 from lynxkv.layout import DTYPE_BYTES
-from lynxkv.runner import STAGES
+from lynxkv.runner import TARGETS
 from lynxkv.testing.kv import random_kv
 
 
 def test_names_are_those_of_the_library() -> None:
     assert tuple(CODECS) == CODEC_NAMES
     assert get_args(Dtype) == tuple(DTYPE_BYTES)
-    assert get_args(Verify) == tuple(STAGES)
+    assert get_args(Verify) == tuple(TARGETS)
 
 
 def test_a_codec_with_parameters() -> None:

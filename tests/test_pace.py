@@ -169,6 +169,21 @@ def test_where_hardly_anything_passes_there_is_no_draft_even_where_it_costs_noth
     assert not hopeless.pays("full", drafted=0, pending=1, suffix=1, left_s=1e9)
 
 
+def test_what_hardly_passed_is_tried_again_after_some_runs_that_waited() -> None:
+    tried = pace(row_s=0.0)
+    for _ in range(20):
+        tried.verified("full", 32, 0)
+    waits = 0
+    while tried.is_hopeless("full"):
+        tried.waited("full")
+        waits += 1
+    # 640 failed tokens fade to 47 of 48.
+    assert waits == 20
+    assert window(tried) == 1
+    tried.verified("full", 1, 1)
+    assert window(tried) >= 1
+
+
 def test_a_token_that_hardly_ever_stands_is_not_proposed() -> None:
     # 0.96^95 is 2.07 %
     assert window(pace(row_s=0.0)) == 95

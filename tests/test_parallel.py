@@ -103,3 +103,29 @@ def test_torch_has_its_threads_again_whoever_ends_first() -> None:
         assert (found, torch.get_num_threads(), threads()) == ([3], 3, 3)
     finally:
         torch.set_num_threads(before)
+
+
+def test_an_interrupt_of_the_calling_thread_waits_for_nobody() -> None:
+    """Not even where earlier works go on, or the source of items has nothing yet."""
+    caller, entered, leave = threading.get_ident(), threading.Event(), threading.Event()
+
+    def work(number: int) -> int:
+        if threading.get_ident() == caller:
+            entered.wait(10)
+            raise KeyboardInterrupt
+        entered.set()
+        leave.wait(10)
+        return number
+
+    threading.Timer(0.2, leave.set).start()
+    with pytest.raises(KeyboardInterrupt):
+        list(map_ordered(work, range(6), threads=2))
+
+
+def test_a_machine_that_gives_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        list(map_ordered(lambda number: number, range(6), threads=3))

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from lynxkv_cli._options import Json, Quiet, parse_link, read_text
+from lynxkv_cli._models import ModelChoice
+from lynxkv_cli._options import Device, Json, ModelDtypeOption, Quiet, parse_link, read_text
 from lynxkv_cli._output import Output, size
 from lynxkv_cli._tables import table
 
@@ -24,6 +25,8 @@ def batch(
     model: Annotated[
         str, typer.Option(metavar="MODEL", help="The alias smollm2, a Hugging Face folder or hub id, or a .gguf file.")
     ] = "smollm2",
+    model_dtype: ModelDtypeOption = "float32",
+    device: Device = "cpu",
     batches: Annotated[
         list[int] | None,
         typer.Option("--batch", metavar="N", min=1, help="Prompts at once; 1, 2, 4, 8 and 16 by default; repeatable."),
@@ -54,7 +57,6 @@ def batch(
     output = Output.of(as_json=as_json, quiet=quiet)
     parse_link(link)
     texts = [read_text(document, name="document", note=output.note) for document in documents or ()]
-    import lynxkv
     from lynxkv.bench.batch import BatchPlan, bench_batch
     from lynxkv.bench.documents import Document, standard_documents
 
@@ -72,8 +74,7 @@ def batch(
         repeats=repeats,
         **({"batches": tuple(dict.fromkeys(batches))} if batches else {}),
     )
-    output.note(f"loading {model}")
-    loaded = lynxkv.load_model(model, report=output.note)
+    loaded = ModelChoice(ref=model, dtype=model_dtype, device=device).load(output.note)
     with output.progress() as bars:
         rows = bench_batch(loaded, plan, progress=bars)
     facts = {

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lynxkv_cli._errors import UsageProblem
-from lynxkv_cli._options import Json, Quiet, parse_link, read_text
+from lynxkv_cli._models import ModelChoice
+from lynxkv_cli._options import Device, Json, ModelDtypeOption, Quiet, parse_link, read_text
 from lynxkv_cli._output import Output, progress_or_lines, size
 from lynxkv_cli._tables import table
 
@@ -35,6 +36,8 @@ def decode(
     model: Annotated[
         str, typer.Option(metavar="MODEL", help="The alias smollm2, a Hugging Face folder or hub id, or a .gguf file.")
     ] = "smollm2",
+    model_dtype: ModelDtypeOption = "float32",
+    device: Device = "cpu",
     systems: Annotated[
         list[str] | None,
         typer.Option("--system", metavar="CODEC[@MODE]", help="Measure this one; may be given again."),
@@ -79,7 +82,6 @@ def decode(
     if tokens:
         changes["tokens"] = tuple(dict.fromkeys(tokens))
     text = None if document is None else read_text(document, name="document", note=output.note)
-    import lynxkv
     from lynxkv.bench.decode import DEFAULT_SYSTEMS, QUICK_SYSTEMS, DecodePlan, bench_decode
     from lynxkv.bench.documents import Document, standard_documents
 
@@ -90,8 +92,7 @@ def decode(
     measured = standard_documents()[0]
     if text is not None:
         measured = Document(name=Path(str(document).removeprefix("@")).name, kind="file", text=text, prompts=())
-    output.note(f"loading {model}")
-    loaded = lynxkv.load_model(model, report=output.note)
+    loaded = ModelChoice(ref=model, dtype=model_dtype, device=device).load(output.note)
     with output.progress() as bars:
         bench = bench_decode(
             loaded,

@@ -12,12 +12,13 @@ import typer
 from lynxkv.errors import InputError
 from lynxkv_cli._errors import UsageProblem
 from lynxkv_cli._models import ModelChoice
-from lynxkv_cli._options import Device, Json, Model, ModelDtypeOption, Quiet, Url
+from lynxkv_cli._options import Device, Json, Model, ModelDtypeOption, Quiet, ResidualUrl, Url
 from lynxkv_cli._output import Output
 from lynxkv_cli.check import superseded
 
 if TYPE_CHECKING:
     from lynxkv.choices import Precision
+    from lynxkv.fetch import FetchOptions
     from lynxkv.fidelity import TensorError
     from lynxkv.layout import Parent
     from lynxkv.report import InspectReport
@@ -47,6 +48,7 @@ def inspect(
     model: Model = None,
     model_dtype: ModelDtypeOption = "float32",
     device: Device = "cpu",
+    residual_url: ResidualUrl = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -56,16 +58,18 @@ def inspect(
     import lynxkv
 
     output = Output.of(as_json=as_json, quiet=quiet)
-    report = lynxkv.inspect(url)
+    options = lynxkv.FetchOptions(residual_url=residual_url)
+    report = lynxkv.inspect(url, options=options)
     errors: list[TensorError] | None = None
     # What cannot be read cannot be compared.
     precision: Precision | None = "anchor" if report.residual_problem else None
     if against is not None:
         from lynxkv.kv import kv_from_safetensors
 
-        errors = lynxkv.compare(url, kv_from_safetensors(against), precision=precision)
+        errors = lynxkv.compare(url, kv_from_safetensors(against), precision=precision, options=options)
     elif model is not None:
-        errors = _compare_with_model(url, ModelChoice(ref=model, dtype=model_dtype, device=device), precision, output)
+        named = ModelChoice(ref=model, dtype=model_dtype, device=device)
+        errors = _compare_with_model(url, named, precision, options, output)
     queries = None if errors is None else "keys" if model is None else "model"
     output.result(
         {
@@ -80,7 +84,7 @@ def inspect(
 
 
 def _compare_with_model(
-    url: str, choice: ModelChoice, precision: Precision | None, output: Output
+    url: str, choice: ModelChoice, precision: Precision | None, options: FetchOptions, output: Output
 ) -> list[TensorError]:
     """Prefill the cached tokens again, and watch the model attend to them."""
     import lynxkv
@@ -89,7 +93,7 @@ def _compare_with_model(
     from lynxkv.integrations.hf.queries import watch_attention
     from lynxkv.models import check_prompt
 
-    with lynxkv.open(url) as reader:
+    with lynxkv.open(url, options=options) as reader:
         stored, extent = reader.token_ids(), reader.extent
     if stored is None or extent.start:
         what = "does not store its token ids" if stored is None else f"starts at position {extent.start}"
@@ -104,7 +108,7 @@ def _compare_with_model(
     if ids[:-QUERIES]:
         model.step(cache, ids[:-QUERIES])
     watched = watch_attention(model, cache, ids[-QUERIES:])
-    return lynxkv.compare(url, cache.to_kv(ids), watched, precision=precision)
+    return lynxkv.compare(url, cache.to_kv(ids), watched, precision=precision, options=options)
 
 
 def describe(report: InspectReport) -> str:

@@ -48,7 +48,7 @@ class StateFile(Generic[T]):
                 self._results[entry["key"]] = read(entry["result"])
             if rest[: len(_BEGIN)] != _BEGIN[: len(rest)]:
                 raise ValueError("the last line is not one of a state file")
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise InputError(f"{path} is not a state file of this bench", hint="name another file") from error
         if rest:
             os.truncate(path, len(data) - len(rest))

@@ -106,7 +106,13 @@ def channel_statistics(x: Tensor) -> ChannelStatistics:
     Raises:
         InputError: LYNXKV_BACKEND names no usable backend.
     """
+    x = within_reach(x)
     return backend(x.device.type).channel_statistics(x)
+
+
+def within_reach(x: Tensor) -> Tensor:
+    """x where quantisers can have it: on a device that there are kernels for as it is, else in host memory."""
+    return x if x.device.type in _OF_DEVICE else x.cpu()
 
 
 def pack_exact(original: U16, full: U16, dtype: str) -> U8:
@@ -191,4 +197,5 @@ __all__ = [
     "quantize",
     "tables_at",
     "unpack_exact",
+    "within_reach",
 ]

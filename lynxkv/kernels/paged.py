@@ -45,6 +45,10 @@ class Paged:
             )
         if used.min() < 0 or used.max() >= self.pages.shape[0] or np.unique(used).size < used.size:
             raise InputError(f"a block table does not name different pages of {self.pages.shape[0]}")
+        # A copy: an engine may go on with its own, and what is not checked again must not change.
+        own = used.copy()
+        own.flags.writeable = False
+        object.__setattr__(self, "table", own)
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -86,7 +86,7 @@ class Service:
         self.token_bytes = TokenBytes(model.tokenizer)
         self._prompts = Prompts(model.tokenizer, options.max_prompt_tokens)
         self._refreshing: asyncio.Task[None] | None = None
-        # What drafts have taught, by codec and by requests that go together.
+        # What drafts have taught, by codec with its parameters and by requests that go together.
         self._paces: defaultdict[tuple[str, int], Pace] = defaultdict(Pace)
         self._watch()
 
@@ -223,7 +223,7 @@ class Service:
                 else:
                     suffix_ids = prompt_ids[tokens:]
                 prompt_tokens = tokens + len(suffix_ids)
-                codec = reader.header.codec_name
+                codec = f"{reader.header.codec_name}{sorted(reader.header.codec_params.items())}"
                 run = CachedRun(
                     ask=ask,
                     model=model,

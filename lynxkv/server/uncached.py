@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from lynxkv.errors import InputError
-from lynxkv.events import Event, GenerateResult, Phase, Span, Verified
+from lynxkv.events import Event, GenerateResult, Phase, Span
 from lynxkv.kv import KV
 from lynxkv.models import CHUNK_TOKENS, DecoderModel, check_prompt
-from lynxkv.sampling import Sampling, draw, logprobs
-from lynxkv.text import GrowingText
+from lynxkv.sampling import Sampling, draw
+from lynxkv.verified import VerifiedText
 
 
 def generate_uncached(
@@ -49,12 +49,21 @@ def generate_uncached(
             f"a prompt of {len(prompt_ids)} tokens leaves no room in the model's context of {model.context_tokens}",
             hint="shorten the prompt",
         )
-    text = GrowingText(model.to_text, eos_token_ids=model.eos_token_ids, stop=stop, max_tokens=room)
     cache = model.new_cache(0, len(prompt_ids) + room, rollback_tokens=2 * CHUNK_TOKENS)
-    generator, first_s = sampling.generator(model.device), None
+    generator = sampling.generator(model.device)
 
     def now() -> float:
         return time.perf_counter() - began_at
+
+    text = VerifiedText(
+        model.to_text,
+        eos_token_ids=model.eos_token_ids,
+        stop=stop,
+        max_tokens=room,
+        now=now,
+        on_event=on_event,
+        top_logprobs=top_logprobs,
+    )
 
     def step(token_ids: Sequence[int]) -> Tensor:
         before = now()
@@ -72,33 +81,16 @@ def generate_uncached(
         if text.token_ids:
             logits = step(text.token_ids[-1:])
         history = [*prompt_ids, *text.token_ids] if sampling.needs_history else []
-        token = draw(sampling.distribution(logits, history), generator)
-        released = text.add(token)
-        first_s = now() if first_s is None else first_s
-        told = None if top_logprobs is None else [logprobs(logits, token, top_logprobs)]
-        on_event(Verified([token], released, told))
+        text.stand([draw(sampling.distribution(logits, history), generator)], logits[None])
     assert text.stopped is not None
-    assert first_s is not None
+    assert text.first_s is not None
     return GenerateResult(
         text=text.text,
         token_ids=text.token_ids,
         precision="exact",
-        drafted=0,
-        accepted=0,
-        provisional=0,
-        accepted_exact=0,
-        anchor_s=None,
-        first_draft_s=None,
-        full_s=None,
-        first_provisional_s=None,
-        exact_s=None,
-        first_verified_s=first_s,
+        first_verified_s=text.first_s,
         total_s=now(),
-        bytes_anchor=0,
-        bytes_residual=0,
-        bytes_exact=0,
         peak_bytes=cache.nbytes,
         peak_parts={"cache": cache.nbytes},
         stopped=text.stopped,
-        notes=[],
     )

@@ -131,6 +131,7 @@ def test_a_run_goes_on_where_it_stopped(
         b'{"key": "numbers", "result": {"timing": {"first_draft_s": "soon"}, "sizes": [1, 2], "step_s": 0.1}}\n',
         b'{"key": "sizes", "result": {"sizes": "ab"}}\n',
         b'["key", "result"]\n',
+        b"[" * 100_000 + b"\n",
         b"\xff\xfe\n",
         b"\n",
     ],

@@ -146,3 +146,9 @@ def test_residuals_elsewhere(lynx: Lynx, folder: Path) -> None:
     assert lynx(*made).code == 0
     assert lynx("check", folder / "hot.lynx").code == 1
     assert lynx("check", folder / "hot.lynx", "--residual-url", folder / "cold").code == 0
+    against = ("--against", folder / "kv.safetensors")
+    found = valid(
+        lynx("inspect", folder / "hot.lynx", "--residual-url", folder / "cold", *against, "--json"), "inspect"
+    )
+    assert found["residual_problem"] is None
+    assert {error["precision"] for error in found["errors"]} == {"anchor", "full"}

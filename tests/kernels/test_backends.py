@@ -93,6 +93,27 @@ def test_channel_statistics_agree(kind: str, dtype: str) -> None:
         assert found.peak == pytest.approx(want.peak, rel=2**-7)
 
 
+@pytest.mark.parametrize("module", [reference, cpu])
+def test_a_constant_channel_has_no_variance(module: Backend) -> None:
+    """None at all, in however many blocks it is summed: a step is chosen from the layers that have some."""
+    x = torch.tensor([0.1, -900.0, 3e38, 1e-40]).to(torch.bfloat16).expand(2, 333, 4)
+    found = module.channel_statistics(x)
+    assert (found.variance == 0).all()
+    assert np.array_equal(found.mean, np.tile(x[0, 0].float().numpy(), 2))
+    assert found.peak == 0
+
+
+def test_a_table_is_the_pages_own() -> None:
+    """What an engine does with its block table later is no matter of a destination that was checked before."""
+    table = np.array([2, 0], np.int64)
+    pages = Paged(pages=torch.zeros(3, 1, 4, 8), table=table, tokens=8)
+    table[:] = -1
+    pages.span(4, 8).write(torch.ones(1, 4, 8))
+    assert pages.pages[0].min() == 1
+    with pytest.raises(ValueError, match="read-only"):
+        pages.table[0] = 1
+
+
 def paged(
     shape: tuple[int, int, int], dtype: torch.dtype, *, slots: int, first: int, layout: str, device: str = "cpu"
 ) -> tuple[Tensor, Paged]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from lynxkv.kernels.cpu.bits import helper, inlined, put, refined_index, wide_vectors
-from lynxkv.kernels.cpu.lanes import LANES, f32_of_u8, gathered, load, permuted, spread
+from lynxkv.kernels.cpu.lanes import LANES, f32_of_i8, f32_of_u8, gathered, load, permuted, spread
 from lynxkv.packing import SYMBOL_ZERO
 
 # Far enough below the largest bf16 that no sum rounds to infinity; bounds are worked out in f64.
@@ -26,14 +26,15 @@ PERMUTED, EVEN, GATHERED = 0, 1, 2
 def finish_symbols(tile: Any, padded: int, step: Any, mean: Any, out: Any, at: int, starts: Any, kind: int) -> None:
     """round((tile - 127) * step + mean[channel]) of a tile, u8 [tokens, padded], `padded` a multiple of `LANES`.
 
-    Row i goes to `at` + starts[i] of `out`, a u16 or f32 array whose elements `kind` describes.
+    Row i goes to `at` + starts[i] of `out`, a u16 or f32 array whose elements `kind` describes. Of an escape, which is
+    one more than a signed byte holds, comes something.
     """
     wide_vectors()
     dim = len(mean)
-    zero, steps = spread(np.float32(SYMBOL_ZERO)), spread(step)
+    zero, steps = spread(np.uint8(SYMBOL_ZERO)), spread(step)
     for i in range(len(starts)):
         for d in range(0, dim, LANES):
-            index = f32_of_u8(load(tile, i * padded + d, LANES)) - zero
+            index = f32_of_i8(load(tile, i * padded + d, LANES) - zero)
             put(out, at + starts[i] + d, index * steps + load(mean, d, dim - d), dim - d, kind)
 
 

@@ -247,6 +247,10 @@ def _f32_of_u8(builder: Any, a: Any) -> Any:
     return builder.uitofp(a, shaped(ir.FloatType(), a.type))
 
 
+def _f32_of_i8(builder: Any, a: Any) -> Any:
+    return builder.sitofp(a, shaped(ir.FloatType(), a.type))
+
+
 def _f64_of_f32(builder: Any, a: Any) -> Any:
     return builder.fpext(a, shaped(ir.DoubleType(), a.type))
 
@@ -274,6 +278,8 @@ rint: Any = _lanewise(_rounding("rint"))
 is_below: Any = _pairwise(_count_below, types.uint32)
 """1 where a < b, elsewhere 0."""
 f32_of_u8: Any = _lanewise(_f32_of_u8, types.float32)
+f32_of_i8: Any = _lanewise(_f32_of_i8, types.float32)
+"""Of bytes that are to be read as signed."""
 f64_of_f32: Any = _lanewise(_f64_of_f32, types.float64)
 f32_of_f64: Any = _lanewise(_f32_of_f64, types.float32)
 u32_of_f32: Any = _lanewise(_u32_of_f32, types.uint32)

@@ -43,7 +43,7 @@ def _statistics(
         lowest, highest = np.full(room, np.inf, np.float32), np.full(room, -np.inf, np.float32)
         for first in range(0, tokens, _BLOCK_TOKENS):
             count = min(_BLOCK_TOKENS, tokens - first)
-            before = spread(1 / np.float64(max(1, first)))
+            before = spread(np.float64(max(1, first)))
             apart = spread(np.float64(first) * np.float64(count) / np.float64(first + count))
             for d in range(0, dim, LANES):
                 at, width = head * head_stride + first * token_stride + d, dim - d
@@ -60,7 +60,7 @@ def _statistics(
                     distance = f64_of_f32(widened(x, at + i * token_stride, width, kind) - centre)
                     own_squares = own_squares + distance * distance
                 sum_before = load(sums, d, LANES)
-                shift = own_mean - sum_before * before
+                shift = own_mean - sum_before / before  # nothing at all in a constant channel
                 store(sums, d, sum_before + total, LANES)
                 store(squares, d, load(squares, d, LANES) + own_squares + shift * shift * apart, LANES)
                 store(lowest, d, low, LANES)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -35,6 +36,13 @@ place_components = reference.place_components
 _one_at_a_time = threading.RLock() if os.environ.get("TRITON_INTERPRET") == "1" else nullcontext()
 
 
+@contextmanager
+def _at(device: torch.device) -> Iterator[None]:
+    """Kernels are launched on the device that is current, wherever their tensors are: on that of these then."""
+    with _one_at_a_time, torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        yield
+
+
 def quantize(x: Tensor, coding: Coding, tables: Tables) -> tuple[U8, U8 | None]:
     """As `reference.quantize`, with the same codes."""
     if isinstance(coding, RawCoding):
@@ -46,10 +54,10 @@ def quantize(x: Tensor, coding: Coding, tables: Tables) -> tuple[U8, U8 | None]:
     if isinstance(coding, FixedCoding) and isinstance(tables, FixedTables):
         if not can_quantize(coding):
             return reference.quantize(x, coding, tables)
-        with _one_at_a_time:
+        with _at(x.device):
             return quantize_fixed(x, coding, tables)
     if isinstance(coding, EntropyCoding) and isinstance(tables, EntropyTables):
-        with _one_at_a_time:
+        with _at(x.device):
             return quantize_entropy(x, coding, tables)
     raise TypeError(f"{type(tables).__name__} does not go with {type(coding).__name__}")
 
@@ -67,10 +75,10 @@ def dequantize(
         dequantize(anchor, residual, coding, tables, spec, dtype, whole)
         write(out, whole)
     elif isinstance(coding, FixedCoding) and isinstance(tables, FixedTables):
-        with _one_at_a_time:
+        with _at(out.device):
             dequantize_fixed(anchor, residual, coding, tables, spec, out, kind)
     elif isinstance(coding, EntropyCoding) and isinstance(tables, EntropyTables):
-        with _one_at_a_time:
+        with _at(out.device):
             dequantize_entropy(anchor, residual, coding, tables, spec, dtype, out, kind)
     else:
         raise TypeError(f"{type(tables).__name__} does not go with {type(coding).__name__}")
