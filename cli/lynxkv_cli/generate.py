@@ -147,6 +147,7 @@ def generate(
     import lynxkv
     from lynxkv.fetch import CacheReader
 
+    sampling = lynxkv.Sampling(temperature=temperature, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed)
     options = lynxkv.FetchOptions(
         transport=transport,
         concurrency=concurrency,
@@ -169,7 +170,6 @@ def generate(
     from lynxkv.identity import check_identity
     from lynxkv_cli._views import view_for
 
-    sampling = lynxkv.Sampling(temperature=temperature, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed)
     loaded = ModelChoice(ref=ref, dtype=model_dtype, device=device).load(output.note)
     check_identity(identity, loaded.identity)
     suffix_ids = _suffix_ids(loaded, question, identity.turn)
