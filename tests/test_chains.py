@@ -24,10 +24,11 @@ from lynxkv.kernels import Paged
 from lynxkv.kv import KV
 from lynxkv.layout import Identity, Precision, TensorName
 from lynxkv.store import Store
-from lynxkv.store.transport import BlockingTransport
+from lynxkv.store.transport import BlockingTransport, LocalTransport
 from lynxkv.testing.filesystem import filesystem_of, simulated
 from lynxkv.testing.kv import random_kv
 from lynxkv.testing.tiny_models import tiny_model
+from tests.test_fetch import Remote, idle_loop_tasks
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 SPECULATE: tuple[Speculate, ...] = ("off", 6)
@@ -172,6 +173,29 @@ def test_no_more_is_fetched_than_the_first_tokens_need(far: str, monkeypatch: py
     first = fetched(70)
     assert first["b"] == first["c"] == 0
     assert 0 < first["a"] < 0.6 * whole["a"]
+
+
+def test_nothing_more_of_a_chain_is_asked_for_ahead_of_its_first_caches(
+    chain: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("fetch.span", "fetch.head", "format.read"):
+        monkeypatch.setattr(f"lynxkv.{module}.FIRST_READ_BYTES", 1024)
+    monkeypatch.setattr("lynxkv.fetch.options.FRONT_EDGES", (0, 1024, 2048))
+    monkeypatch.setattr("lynxkv.fetch.options.SPAN_EDGES", (0, 1024))
+    made: dict[str, Remote] = {}
+
+    def make(store: Store) -> Remote:
+        made[store.name] = Remote(LocalTransport(store, workers), tells_size=True)
+        return made[store.name]
+
+    with ThreadPoolExecutor(4) as workers, lynxkv.open(chain, options=FetchOptions(transport=make)) as reader:
+        while idle_loop_tasks():
+            pass
+        for span in reader.spans:
+            head_bytes = span.anchor_head.header_bytes + span.anchor_head.segments[0].offset
+            size = Path(span.url, "anchor.safetensors").stat().st_size
+            assert max(stop for _, _, stop in made[span.store.name].asked) <= max(head_bytes, 2048) < size
+        assert len(list(reader.stream_anchor())) > 3
 
 
 def test_all_anchors_come_before_any_residual(far: str) -> None:

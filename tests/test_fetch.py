@@ -9,14 +9,17 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
+import torch
 from fsspec.asyn import get_loop
 
 import lynxkv
@@ -148,17 +151,17 @@ def test_remote_caches_are_asked_ahead(
     assert transport.sizes == (0 if tells_size or first == 1 << 20 else 2)
 
 
-@pytest.mark.parametrize(("concurrency", "rest"), [(1, False), (2, True), (8, True)])
+@pytest.mark.parametrize("tells_size", [True, False])
+@pytest.mark.parametrize("concurrency", [1, 2, 8])
 def test_the_rest_is_asked_for_once_its_size_is_known(
-    concurrency: int, rest: bool, url: str, inner: Transport, monkeypatch: pytest.MonkeyPatch
+    concurrency: int, tells_size: bool, url: str, inner: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless one request runs at a time: opening could not wait for the rest of a long head."""
     monkeypatch.setattr("lynxkv.fetch.options.FRONT_EDGES", (0, 4096, 16384))
-    transport = Remote(inner, tells_size=True)
+    transport = Remote(inner, tells_size=tells_size)
     kv = lynxkv.load(url, options=FetchOptions(transport=transport, concurrency=concurrency))
     assert_equal(kv, lynxkv.load(url))
     size = Path(url, "anchor.safetensors").stat().st_size
-    assert (("anchor.safetensors", 16384, size) in transport.asked) == rest
+    assert ("anchor.safetensors", 16384, size) in transport.asked
 
 
 def test_a_front_is_freed_with_whoever_has_it() -> None:
@@ -174,6 +177,96 @@ def test_a_front_is_freed_with_whoever_has_it() -> None:
         assert whole() is None
     finally:
         gc.enable()
+
+
+class Noted(Front):
+    """Fronts whose memory is noted when they are made."""
+
+    memory: ClassVar[list[weakref.ref[Any]]] = []
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.memory.append(weakref.ref(self._arrival.between(0, 1).obj))
+
+
+@pytest.fixture
+def fronts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., bool]]:
+    """Whether the memory of each front so far comes to be held, or not, by references alone."""
+    monkeypatch.setattr("lynxkv.fetch.span.Front", Noted)
+    monkeypatch.setattr(Noted, "memory", [])
+
+    def come_to(*held: bool) -> bool:
+        limit = time.monotonic() + 10
+        while (found := tuple(memory() is not None for memory in Noted.memory)) != held and time.monotonic() < limit:
+            time.sleep(0.001)
+        return found == held
+
+    gc.disable()
+    yield come_to
+    gc.enable()
+
+
+@pytest.mark.parametrize("edges", [(0, 4096, 16384), (0, 1 << 20, 8 << 20)])
+@pytest.mark.parametrize("tokens", [400, 389])
+def test_what_came_ahead_goes_with_the_last_that_is_decoded(
+    tokens: int,
+    edges: tuple[int, ...],
+    tmp_path: Path,
+    fronts: Callable[..., bool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Token ids and padding come behind that; they are kept, and so are logits, and nothing is fetched twice."""
+    for module in ("fetch.span", "fetch.head", "format.read"):
+        monkeypatch.setattr(f"lynxkv.{module}.FIRST_READ_BYTES", 4096)
+    monkeypatch.setattr("lynxkv.fetch.options.FRONT_EDGES", edges)
+    monkeypatch.setattr("lynxkv.fetch.options.RANGE_BYTES", 4096)
+    url, logits = str(tmp_path / "a.lynx"), torch.arange(50.0)
+    lynxkv.encode(random_kv(layers=3, tokens=tokens), url, exact=True, logits=logits)
+    with ThreadPoolExecutor(4) as workers:
+        transport = Remote(LocalTransport(Store(url), workers), tells_size=True)
+        with lynxkv.open(url, options=FetchOptions(transport=transport)) as reader:
+            ids = reader.token_ids()
+            assert fronts(True)
+            assert len(list(reader.stream_anchor())) > 3
+            assert fronts(False)
+            asked = sorted((start, stop) for name, start, stop in transport.asked if name == "anchor.safetensors")
+            size = Path(url, "anchor.safetensors").stat().st_size
+            assert [start for start, _ in asked] == [0, *(stop for _, stop in asked[:-1])]
+            assert asked[-1][1] >= size
+            before = len(transport.asked)
+            for array, right in ((reader.token_ids(), ids), (reader.logits(), logits.numpy())):
+                assert array is not None
+                assert right is not None
+                assert np.array_equal(array, right)
+            assert len(transport.asked) == before
+            residual = reader.start_residual()
+            assert len(list(residual)) >= 6
+            assert fronts(False, False)
+
+
+def test_the_first_tokens_leave_nothing_of_what_came_ahead(url: str, fronts: Callable[..., bool]) -> None:
+    with lynxkv.open(url, tokens=70) as reader:
+        assert list(reader.stream_anchor())
+        assert list(reader.start_residual())
+        assert fronts(False, False)
+
+
+def test_a_closed_reader_holds_nothing_that_came_ahead(url: str, inner: Transport, fronts: Callable[..., bool]) -> None:
+    with lynxkv.open(url, options=FetchOptions(transport=Remote(inner, tells_size=True))) as reader:
+        assert fronts(True)
+    assert fronts(False)
+    assert reader.spans  # which are here all the while
+
+
+def test_little_is_asked_for_ahead_of_what_is_not_loaded_at_once(url: str, inner: Transport) -> None:
+    transport = Remote(inner, tells_size=True)
+    with CacheReader(url, options=FetchOptions(transport=transport), at_once=False) as reader:
+        while idle_loop_tasks():
+            pass
+        assert transport.asked == [("anchor.safetensors", 0, 512 << 10)]
+        destination = KVDestination(reader.extent)
+        decode_into(reader, destination, "full")
+    assert_equal(destination.kv, lynxkv.load(url))
 
 
 def test_headers_alone_ask_for_nothing_ahead(url: str, inner: Transport) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import lynxkv
 from lynxkv.codecs.uniform import Uniform
 from lynxkv.encoder import EncodeReport
 from lynxkv.events import Event, Note
-from lynxkv.fetch import CacheReader, FetchOptions, SegmentStream
+from lynxkv.fetch import CacheReader, FetchOptions, SegmentStream, SpanReader
 from lynxkv.integrations.hf import Model
 from lynxkv.layout import Extent
 from lynxkv.prefix_search import StoredPrefix, longest_prefix
@@ -398,6 +399,36 @@ class TestFollowing:
                 got += [(payload.span, payload.segment.offset) for payload in stream]
         assert both[0] == both[1]
         assert {span for span, _ in both[0]} == {0, 1, 2, 3}
+
+    def test_a_store_that_opens_slowly_stops_no_check(
+        self, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Even where one thread checks."""
+        monkeypatch.setattr("os.cpu_count", lambda: 1)
+        url, original = str(tmp_path / "a.lynx"), SpanReader.__init__
+        asked, opened = threading.Event(), threading.Event()
+
+        def slowly(span: SpanReader, url: str, *arguments: Any, **options: Any) -> None:
+            if "a.0001" in url:
+                asked.set()
+                assert opened.wait(30)
+            original(span, url, *arguments, **options)
+
+        monkeypatch.setattr(SpanReader, "__init__", slowly)
+        try:
+            with (
+                ThreadPoolExecutor(1) as taking,
+                writing(model, url) as step,
+                lynxkv.open(url, follow=True) as reader,
+            ):
+                assert asked.wait(30)
+                assert taking.submit(reader.stream_anchor().wait).result(10)
+                opened.set()
+                for _ in range(4):
+                    step()
+                assert lynxkv.generate(reader, model, [5, 6], max_new_tokens=12).token_ids == text(model, url)
+        finally:
+            opened.set()
 
     def test_a_residual_that_is_not_to_be_had(self, model: Model, tmp_path: Path) -> None:
         """The text is begun again on the Anchors, while the writer is still at work."""

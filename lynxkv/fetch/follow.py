@@ -81,7 +81,7 @@ class Following:
         began, pause = loop.time(), FIRST_PAUSE_S
         while True:
             for name in (span_name(self._store.name, self._number), self._store.name):
-                span = await self._scheduler.compute(self._opens, self._store.sibling(name), len(self.spans))
+                span = await self._scheduler.block(self._opens, self._store.sibling(name), len(self.spans))
                 try:
                     await span.open()
                 except CacheNotFoundError:
@@ -104,7 +104,7 @@ class Following:
             )
         new = []
         for number, ref in enumerate(refs[len(known) :], len(known)):
-            new.append(await self._scheduler.compute(self._opens, self._store.sibling(ref.name), number))
+            new.append(await self._scheduler.block(self._opens, self._store.sibling(ref.name), number))
         await asyncio.gather(*(open_parent(span, found.header, span.number) for span in new))
         for span, ref in zip(new, refs[len(known) :], strict=True):
             span.cut(ref.stop)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -17,33 +16,40 @@ from lynxkv.format.read import FIRST_READ_BYTES, ReadRange
 T = TypeVar("T")
 Fetch = Callable[[int, int], Awaitable[Fetched]]
 """Fetches the bytes [start, stop) of the shard."""
+Submit = Callable[[Arrival, int, int], Future[None]]
+"""Asks for one piece of what an `Arrival` is to hold, between these two bytes."""
 
 
 class Front:
     """The first bytes of a shard, in pieces that are asked for at once, before anybody knows its layout.
 
     Header and index usually come with the first piece; the others keep link and server busy while those are read.
+    Nothing here refers to whoever asks, so that the memory is free as soon as nobody needs it.
 
     Args:
         edges: where pieces start, and where the last one ends.
-        submit: asks for one piece of what an `Arrival` is to hold, between these two bytes.
-        most: of a longer shard the bytes from the last edge up to this one are asked for, too, once an answer has told
-            how long it is. Memory that nothing is put into is not taken.
+        submit: asks for them.
+        most: up to this byte more can be asked for later. Memory that nothing is put into is not taken.
 
     Attributes:
         stop: the first byte that has not been asked for.
+        last: where the last bytes of it end that will be wanted; None until that is known.
     """
 
-    def __init__(
-        self, edges: Sequence[int], submit: Callable[[Arrival, int, int], Future[None]], *, most: int = 0
-    ) -> None:
-        self._submit = submit
+    def __init__(self, edges: Sequence[int], submit: Submit, *, most: int = 0) -> None:
+        self.stop = edges[0]
+        self.last: int | None = None
+        self._most = most
         self._waiting: list[asyncio.Future[None]] = []
         self._jobs: list[Future[None]] = []
-        self._most = 0
-        self._arrival = Arrival(0, max(edges[-1], most), _told(weakref.ref(self)))
-        self._ask(edges)
-        self._most = most  # only now: answers come on the event loop's thread, perhaps at once
+        self._arrival = Arrival(0, max(edges[-1], most), partial(_wake, self._waiting))
+        self._ask(edges, submit)
+
+    def ask_for_more(self, stop: int, submit: Submit) -> None:
+        """Ask for the bytes before `stop` as well, as far as there is room for them."""
+        stop = min(stop, self._most)
+        if stop > self.stop:
+            self._ask([*range(self.stop, stop, MAX_REQUEST_BYTES), stop], submit)
 
     def part(self, start: int, stop: int, told: Callable[[Arrival], None]) -> Arrival:
         """An arrival of bytes before `stop` of this front, which take no memory of their own; see `pass_on`."""
@@ -64,19 +70,11 @@ class Front:
                 arrival.put(arrival.start, at, self._arrival.between(at, here))
             at = here
 
-    def _ask(self, edges: Sequence[int]) -> None:
+    def _ask(self, edges: Sequence[int], submit: Submit) -> None:
         self.stop = edges[-1]
         for edge in itertools.pairwise(edges):
-            self._jobs.append(self._submit(self._arrival, *edge))
+            self._jobs.append(submit(self._arrival, *edge))
             self._jobs[-1].add_done_callback(partial(_wake, self._waiting))
-
-    def arrived(self, arrival: Arrival) -> None:
-        """More of it is here."""
-        if self._most and arrival.size is not None:
-            stop, self._most = min(arrival.size, self._most), 0
-            if stop > self.stop:
-                self._ask([*range(self.stop, stop, MAX_REQUEST_BYTES), stop])
-        _wake(self._waiting)
 
     async def _behind(self, at: int) -> int:
         """Where the first byte is missing, as soon as it is not the one at `at`; `at` if the object ends there."""
@@ -90,17 +88,7 @@ class Front:
         return self._arrival.here
 
 
-def _told(front: weakref.ref[Front]) -> Callable[[Arrival], None]:
-    """Tells a front of its arrival, which does not keep it: its memory is to be free as soon as nobody needs it."""
-
-    def told(arrival: Arrival) -> None:
-        if (known := front()) is not None:
-            known.arrived(arrival)
-
-    return told
-
-
-def _wake(waiting: list[asyncio.Future[None]], _: object = None) -> None:
+def _wake(waiting: list[asyncio.Future[None]], _: object) -> None:
     while waiting:
         if not (future := waiting.pop()).done():
             future.set_result(None)

@@ -20,10 +20,11 @@ GROUP_BYTES = 256 << 10
 # Pieces that are asked for when a remote cache is opened, before its layout is known. They keep link and server busy
 # for the round trip, and the reading of the header, that pass until the first segments can be asked for; on a link of
 # 200 Mbit/s and 20 ms half a megabyte does. Of one cache much is asked for: servers take their time for the first byte
-# of an answer, however short. Of several that are loaded as one each takes memory.
+# of an answer, however short. Of several that are loaded as one, or wait to be loaded, each takes memory.
 FRONT_EDGES = (0, 1 << 20, 9 << 19, 8 << 20)
 SPAN_EDGES = (0, 512 << 10)
-# Where all of an Anchor is wanted, the first answer tells its size, and the rest is asked for then, up to this byte.
+# Where all of an Anchor is wanted at once, and it continues no other, its header tells its size, and the rest is asked
+# for then, up to this byte.
 FRONT_STOP = 24 << 20
 # What is asked for again when it fails.
 MAX_REQUEST_BYTES = 4 << 20

@@ -49,6 +49,7 @@ class CacheReader:
         follow: load a chain while it is being written; what is there already comes at once.
         header_only: nothing but headers will be read, so nothing is asked for ahead.
         alone: leave caches that it continues alone: nothing of them is read.
+        at_once: what is opened is loaded at once. Else little is asked for ahead, and it may be kept open for long.
 
     Attributes:
         spans: the caches that are loaded, first to last; more come while a chain is followed.
@@ -64,6 +65,7 @@ class CacheReader:
         follow: bool = False,
         header_only: bool = False,
         alone: bool = False,
+        at_once: bool = True,
     ) -> None:
         self.opened_at = time.perf_counter()
         self.options = options or FetchOptions()
@@ -83,9 +85,10 @@ class CacheReader:
             if follow:
                 self._following = self._follow(tokens, ahead=spans_ahead)
             else:
-                # Of a token prefix, what comes next is perhaps not wanted.
-                whole = not header_only and tokens is None
-                self._named = self._span(url, 0, ahead=tuned.FRONT_EDGES if whole else (), whole=whole)
+                ahead: Sequence[int] = tuned.FRONT_EDGES if at_once else tuned.SPAN_EDGES
+                if header_only or tokens is not None:  # of a token prefix, what comes next is perhaps not wanted
+                    ahead = ()
+                self._named = self._span(url, 0, ahead=ahead, whole=at_once)
                 self._scheduler.submit(Lane.ANCHOR, self._named.open).result()
                 stop = check_tokens(self.header, tokens)
                 self._chain = (self._named,) if alone else self._open_chain(stop, ahead=spans_ahead)
@@ -194,7 +197,7 @@ class CacheReader:
         """All segments of a shard, whose head has been read, of one of `spans`, or of the cache that was named; as the
         store has them.
         """
-        return self._stream((span or self._head).ranges_of(name, head, head.segments, from_disk=False))
+        return self._stream((span or self._head).all_ranges(name, head))
 
     def read(self, name: str, start: int, stop: int) -> bytes:
         """Bytes [start, stop) of a shard of the cache that was named, unchecked.

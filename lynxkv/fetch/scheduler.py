@@ -78,8 +78,12 @@ class Scheduler:
             )
 
     async def compute(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Run a function on a thread that computes, from inside a job."""
+        """Run a function that waits for nothing on a thread that computes, from inside a job."""
         return await asyncio.wrap_future(self.start(work, *arguments))
+
+    async def block(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Run a function that may wait, for a disk or a store, on one of `workers`, from inside a job."""
+        return await asyncio.wrap_future(self.workers.submit(work, *arguments))
 
     def start(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
         """Have a function run on a thread that computes."""

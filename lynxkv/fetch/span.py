@@ -20,7 +20,7 @@ from lynxkv.errors import (
 )
 from lynxkv.fetch.disk_cache import DiskCache, ShardCopy
 from lynxkv.fetch.group import Group, failed_of
-from lynxkv.fetch.head import Front, read_head
+from lynxkv.fetch.head import Front, Submit, read_head
 from lynxkv.fetch.options import FRONT_STOP, FetchOptions
 from lynxkv.fetch.ranges import Arrival, Fetched, RangeReader, all_of
 from lynxkv.fetch.scheduler import Lane, Scheduler
@@ -51,7 +51,8 @@ class SpanReader:
 
     Args:
         ahead: the edges of what is asked for before its layout is known.
-        whole: all of the Anchor will be read, so that more of it can be asked for as soon as its size is known.
+        whole: all of the Anchor is wanted at once, so that more of it is asked for as soon as its size is known; not if
+            it continues others, which are wanted first.
 
     Attributes:
         number: of the span, from 0; segments and ranges carry it.
@@ -87,7 +88,9 @@ class SpanReader:
         elif second is not None:
             self._residual_ranges = self._reader_of(Store(url, tos=second), link)
         self.residual_problem: str | None = None
-        self._fronts = {ANCHOR_NAME: self._start_front(ANCHOR_NAME, ahead, whole=whole)}
+        self._fronts = {ANCHOR_NAME: self._start_front(ANCHOR_NAME, ahead, most=FRONT_STOP if whole else 0)}
+        # Arrays of an Anchor whose front has gone that no decoding needs.
+        self._aside: list[Arrival] = []
         self._kept_head: ShardHead | None = None
         self._part: Span | None = None
         self._basis: Basis | None = None
@@ -101,9 +104,11 @@ class SpanReader:
         """
         parse = partial(read_anchor_head, what=f"{self.url}/{ANCHOR_NAME}")
         self.header, self.anchor_head = await self._read_head(ANCHOR_NAME, parse)
+        if self.header.parent is None and (front := self._fronts.get(ANCHOR_NAME)) is not None:
+            front.ask_for_more(self.anchor_head.bytes, self._asking(ANCHOR_NAME))
         if self.header.residual is not None:
             await self._residual_ranges.transport.keep(self.header.residual.name)
-        copy = await self._scheduler.compute(self._copy, ANCHOR_NAME, self.anchor_head.header_sha256)
+        copy = await self._scheduler.block(self._copy, ANCHOR_NAME, self.anchor_head.header_sha256)
         if copy is not None:
             copy.expect(self.anchor_head)
 
@@ -155,7 +160,14 @@ class SpanReader:
 
     def anchor_ranges(self) -> list[SegmentRange]:
         """`anchor_segments`, neighbours together."""
-        return self.ranges_of(ANCHOR_NAME, self.anchor_head, self.anchor_segments())
+        segments = self.anchor_segments()
+        self._expect(ANCHOR_NAME, self.anchor_head, segments)
+        return self.ranges_of(ANCHOR_NAME, self.anchor_head, segments)
+
+    def all_ranges(self, name: str, head: ShardHead) -> list[SegmentRange]:
+        """All segments of a shard, neighbours together, as the store has them."""
+        self._expect(name, head, head.segments)
+        return self.ranges_of(name, head, head.segments, from_disk=False)
 
     def start_residual(self) -> None:
         """Ask for the first bytes of the Residual, unless its head is on disk."""
@@ -179,12 +191,13 @@ class SpanReader:
             own = head.header_bytes + head.segments[0].offset
             exact_bytes = _stored_bytes(item for item in needed if item.plan.part == "exact")
             self._residual_bytes = own + _stored_bytes(needed) - exact_bytes, exact_bytes
+        wanted = [item for item in needed if exact or item.plan.part != "exact"]
+        self._expect(name, head, wanted)
         # Apart, so that keys of several caches can come before their values.
         return [
-            wanted
-            for (part, _), segments in groupby(needed, key=lambda item: (item.plan.part, item.coded[0].name))
-            if exact or part != "exact"
-            for wanted in self.ranges_of(name, head, list(segments))
+            each
+            for _, segments in groupby(wanted, key=lambda item: (item.plan.part, item.coded[0].name))
+            for each in self.ranges_of(name, head, list(segments))
         ]
 
     async def residual_head(self) -> ShardHead:
@@ -203,7 +216,7 @@ class SpanReader:
                 hint = "encode the cache again; if its Residual is elsewhere, say where"
                 where = self._residual_ranges.url
                 raise CacheNotFoundError(f"{where}: the Residual {name} is missing", hint=hint) from error
-        copy = await self._scheduler.compute(self._copy, name, head.header_sha256)
+        copy = await self._scheduler.block(self._copy, name, head.header_sha256)
         if copy is not None:
             copy.expect(head)
             copy.keep_head(memoryview(raw))
@@ -264,6 +277,8 @@ class SpanReader:
 
     def close(self) -> None:
         """Nothing more will be read."""
+        self._fronts.clear()
+        self._aside.clear()
         self._ranges.transport.close()
         self._residual_ranges.transport.close()
 
@@ -302,19 +317,31 @@ class SpanReader:
         tokens, loaded = self.header.tokens.count, self.part.stop - self.header.tokens.start
         return (ref.bytes - ref.exact_bytes) * loaded // tokens, ref.exact_bytes * loaded // tokens
 
-    def _start_front(self, name: str, ahead: Sequence[int], *, whole: bool = False) -> Front:
-        """Ask for the first bytes of a shard whose head is not known yet."""
+    def _start_front(self, name: str, ahead: Sequence[int], *, most: int = 0) -> Front:
+        """Ask for the first bytes of a shard whose head is not known yet, with room for those before `most`."""
         reader = self.ranges_reader(name)
         # The head will show whether a copy on disk is of the same content; mostly it is.
         copied = self._disk is not None and self._disk.has(f"{reader.url}/{name}")
         early = bool(ahead) and reader.transport.is_remote and not copied
-        # What is asked for later comes after `open`, and where one job runs at a time, `open` cannot wait for that.
-        most = FRONT_STOP if early and whole and self._options.concurrency > 1 else 0
+        if not early:
+            return Front((0, FIRST_READ_BYTES), self._asking(name))
+        return Front(ahead, self._asking(name), most=most)
+
+    def _asking(self, name: str) -> Submit:
+        """What asks for a piece of a shard."""
 
         def submit(arrival: Arrival, start: int, stop: int) -> Future[None]:
-            return self._scheduler.submit(lane_of(name), partial(reader.fill, name, arrival, start, stop))
+            fill = self.ranges_reader(name).fill
+            return self._scheduler.submit(lane_of(name), partial(fill, name, arrival, start, stop))
 
-        return Front(ahead if early else (0, FIRST_READ_BYTES), submit, most=most)
+        return submit
+
+    def _expect(self, name: str, head: ShardHead, segments: Iterable[Segment]) -> None:
+        """Know, before these segments of a shard are asked for, with which one its front can go."""
+        front = self._fronts.get(name)
+        if front is not None:
+            begun = (item for item in segments if head.header_bytes + item.offset < front.stop)
+            front.last = max((head.header_bytes + item.stop for item in begun), default=0)
 
     async def _read_head(self, name: str, parse: Callable[[ReadRange, int], T]) -> T:
         reader = self.ranges_reader(name)
@@ -332,7 +359,11 @@ class SpanReader:
 
     async def _fill(self, name: str, arrival: Arrival) -> None:
         reader, front = self.ranges_reader(name), self._fronts.get(name)
-        if front is None or arrival.start >= front.stop:
+        place = arrival.start, arrival.stop
+        own = (item for item in self._aside if name == ANCHOR_NAME and (item.start, item.here) == place)
+        if (array := next(own, None)) is not None:
+            arrival.put(arrival.start, arrival.start, array.fetched().data)
+        elif front is None or arrival.start >= front.stop:
             await reader.fill(name, arrival, arrival.start, arrival.stop)
         elif arrival.stop <= front.stop:
             await front.pass_on(arrival)
@@ -354,11 +385,29 @@ class SpanReader:
             await self._scheduler.compute(group.check, data)
             if copy is not None:
                 copy.keep(group.segments, data)
+        await self._let_go(wanted)
+
+    async def _let_go(self, wanted: SegmentRange) -> None:
+        """Once the last of what came ahead of a shard has been taken, keep no more of it than small arrays that are
+        perhaps read later. All ranges before this one have been asked for.
+        """
+        front = self._fronts.get(wanted.shard)
+        if front is None or front.last is None or not wanted.start < front.last <= wanted.stop:
+            return
+        try:
+            for segment in self.anchor_head.segments if wanted.shard == ANCHOR_NAME else ():
+                stop = self.anchor_head.header_bytes + segment.stop
+                if segment.plan.part in _ASIDE and stop <= front.stop:
+                    array = Arrival(stop - segment.stored_bytes, stop)
+                    await front.pass_on(array)
+                    self._aside.append(array)
+        finally:
+            self._fronts.pop(wanted.shard, None)
 
     async def _take_kept(self, groups: Sequence[Group], copy: ShardCopy) -> list[Group]:
         """Those whose copy is damaged are left over."""
         self._scheduler.give_way()
-        failed = await failed_of(groups, [self._scheduler.start(group.check_copy, copy) for group in groups])
+        failed = await failed_of(groups, [self._scheduler.workers.submit(group.check_copy, copy) for group in groups])
         for group in failed:
             copy.forget(group.segments)
         return failed
@@ -383,8 +432,6 @@ class SpanReader:
             arrival = Arrival(wanted.start, wanted.stop, look)
         await self._fill(wanted.shard, arrival)
         self._scheduler.give_way()
-        if front is not None and arrival.stop >= front.stop:
-            self._fronts.pop(wanted.shard, None)  # all before it have been asked for
         failed = [*await failed_of(groups, checks), *groups[len(checks) :]]
         if copy is not None:
             for group in groups:
