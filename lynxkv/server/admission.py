@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lynxkv.draft import DRAFT_BYTES
-from lynxkv.fetch.options import WINDOW_BYTES
+from lynxkv.fetch.options import SPAN_EDGES, WINDOW_BYTES
 from lynxkv.models import CHUNK_TOKENS, DecoderModel
 from lynxkv.server.problems import Refusal
 
 RETRY_AFTER_S = 1
+# What is asked for ahead of a cache that is opened, and its copy in a reading that may be kept.
+OPENED_BYTES = 2 * SPAN_EDGES[-1]
 # Of booleans that a mask is made from, at a time.
 BOOLEANS = 4
 MEMINFO = Path("/proc/meminfo")
@@ -119,14 +121,23 @@ class Sizes:
         self._mask_bytes = len({shape.window for shape in shapes}) * (self._token_bytes // elements) + BOOLEANS
 
     def run_bytes(
-        self, stored: Sequence[int], suffixes: Sequence[int], new_tokens: int, *, caches: Sequence[int]
+        self,
+        stored: Sequence[int],
+        suffixes: Sequence[int],
+        new_tokens: int,
+        *,
+        caches: Sequence[int],
+        opened: int = 0,
+        written: int = 0,
     ) -> int:
-        """An upper estimate of what a run holds: live cache, anchor codes, what is in flight, masks, logits.
+        """An upper estimate of what a run holds: live cache, anchor codes, what is read, masks, logits.
 
         Args:
             stored, suffixes: tokens of each request that is run, cached ones and those after them.
             new_tokens: the most of an answer.
             caches: tokens of each cache that they are over.
+            opened: caches that are open for them, those of a chain each.
+            written: bytes of what is read that are written down, to be kept.
         """
         rows = len(stored)
         # Rows have as many slots as the longest would need, and draft tokens that do not pass keep theirs. Without a
@@ -138,7 +149,8 @@ class Sizes:
         # Codes take a byte an element, which is no more than the element itself does.
         tokens = rows * slots + sum(caches)
         masks = rows * queries * slots * self._mask_bytes
-        return self._token_bytes * tokens + len(caches) * WINDOW_BYTES + masks + logits
+        read = len(caches) * WINDOW_BYTES + opened * OPENED_BYTES + written
+        return self._token_bytes * tokens + read + masks + logits
 
 
 def free_bytes() -> int | None:

@@ -130,13 +130,15 @@ class HotCaches:
         self._kept: OrderedDict[str, _Hot] = OrderedDict()
         # Of caches that are being read; readings that a `drop` has left behind hold one that is not here.
         self._generations: WeakValueDictionary[str, Generation] = WeakValueDictionary()
-        self._lock = threading.Lock()
+        # Caches are opened on other threads, and dropped meanwhile.
+        self._lock = threading.RLock()
         self.hits = self.misses = 0
 
     @property
     def bytes(self) -> int:
         """Bytes of all that is kept."""
-        return sum(hot.bytes for hot in self._kept.values())
+        with self._lock:
+            return sum(hot.bytes for hot in self._kept.values())
 
     def reading(self) -> HotReading:
         """The transports for one reading of a cache."""
@@ -147,14 +149,14 @@ class HotCaches:
         url = store.url
         with self._lock:
             generation = self._generations.setdefault(url, Generation())
-        hot = self._kept.get(url)
-        if hot is not None and time.monotonic() - hot.kept_at > MOST_S:
-            self._kept.pop(url, None)
-            hot = None
-        if hot is not None:
-            self._kept.move_to_end(url)
-        self.hits += hot is not None
-        self.misses += hot is None
+            hot = self._kept.get(url)
+            if hot is not None and time.monotonic() - hot.kept_at > MOST_S:
+                del self._kept[url]
+                hot = None
+            if hot is not None:
+                self._kept.move_to_end(url)
+            self.hits += hot is not None
+            self.misses += hot is None
         # Files of this machine are in its memory already, as far as they fit.
         limit = 0 if store.is_local else self._limit
         inner = transport_for(store, "auto", self._workers)
@@ -166,7 +168,7 @@ class HotCaches:
 
     def keep(self, url: str, transport: RecordingTransport) -> None:
         """Keep what a transport brought, which has all passed its checks, unless the cache was dropped meanwhile."""
-        if not transport.written or self._generations.get(url) is not transport.generation:
+        if not transport.written:
             return
         known = transport.known
         objects = {**known, **transport.written}
@@ -176,18 +178,21 @@ class HotCaches:
             for start, stop in transport.written[name].known:
                 objects[name].write(start, transport.written[name].data[start:stop])
         size = sum(len(item.data) for item in objects.values())
-        self._kept.pop(url, None)
-        if size > self._limit:
-            return
-        self._kept[url] = _Hot(objects=objects, bytes=size, kept_at=time.monotonic())
-        while self.bytes > self._limit:
-            self._kept.popitem(last=False)
+        with self._lock:
+            if self._generations.get(url) is not transport.generation:
+                return
+            self._kept.pop(url, None)
+            if size > self._limit:
+                return
+            self._kept[url] = _Hot(objects=objects, bytes=size, kept_at=time.monotonic())
+            while self.bytes > self._limit:
+                self._kept.popitem(last=False)
 
     def drop(self, url: str) -> None:
         """Forget a cache, if it is here, and keep nothing of what is being read of it."""
         with self._lock:
             self._generations.pop(url, None)
-        self._kept.pop(url, None)
+            self._kept.pop(url, None)
 
     def _objects(self, url: str) -> dict[str, _Object]:
         hot = self._kept.get(url)

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from weakref import WeakValueDictionary
 
-from lynxkv.fetch import CacheReader, FetchOptions, closing_after, open_cache
+from lynxkv.fetch import CacheReader, FetchOptions, closing_after
 from lynxkv.store import Link
 
 AT_ONCE = 4
@@ -24,7 +24,8 @@ class Openings:
 
     @asynccontextmanager
     async def open(self, url: str, *, link: Link | None, options: FetchOptions) -> AsyncIterator[CacheReader]:
-        """An open cache, which is closed, with all its requests, when this is left.
+        """An open cache, which is closed, with all its requests, when this is left. It may be left open for long
+        before it is loaded, so little is asked for ahead.
 
         Raises:
             As `open_cache`.
@@ -32,7 +33,7 @@ class Openings:
         places = self._places.setdefault(url, asyncio.Semaphore(AT_ONCE))
         await places.acquire()
         opening = asyncio.get_running_loop().run_in_executor(
-            self._pool, partial(open_cache, url, link=link, options=options)
+            self._pool, partial(CacheReader, url, link=link, options=options, at_once=False)
         )
         opening.add_done_callback(lambda _: places.release())
         async with closing_after(opening) as reader:

@@ -306,14 +306,25 @@ class Service:
 
     def _bytes_of(self, runs: Sequence[Run]) -> int:
         """An upper estimate of what runs hold that go together."""
-        caches = {run.content: run.stored_tokens for run in runs if isinstance(run, CachedRun)}
+        cached = [run for run in runs if isinstance(run, CachedRun)]
+        caches = {run.content: run.stored_tokens for run in cached}
         return self._sizes.run_bytes(
             [run.stored_tokens for run in runs],
             [run.suffix_tokens for run in runs],
             max(run.new_tokens for run in runs),
             # Without codes there is a prompt, in whose chunks heads that share keys and values each have a layer's.
             caches=list(caches.values()) or [max(run.tokens for run in runs)],
+            opened=sum(len(run.reader.spans) for run in cached),
+            # The first of those over a cache reads it for all.
+            written=sum({run.content: self._written_bytes(run) for run in cached}.values()),
         )
+
+    def _written_bytes(self, run: CachedRun) -> int:
+        """What may be written down of a cache while it is loaded, to be kept."""
+        if run.is_here():
+            return 0
+        stored = (span.bytes_anchor + span.bytes_residual for span in run.reader.spans)
+        return sum(min(self.options.hot_bytes, size) for size in stored)
 
     async def _refresh_always(self) -> None:
         while True:

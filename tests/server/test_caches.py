@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -26,12 +28,14 @@ from lynxkv.errors import (
     StoreError,
     UnsupportedModelError,
 )
-from lynxkv.fetch import CacheReader
+from lynxkv.fetch import CacheReader, FetchOptions
+from lynxkv.fetch.options import SPAN_EDGES
 from lynxkv.integrations.hf import Model
 from lynxkv.kv import KV
 from lynxkv.models import prefill
 from lynxkv.server.catalog import Catalog
-from lynxkv.server.hot import HotCaches, HotReading, RecordingTransport
+from lynxkv.server.hot import HotCaches, HotReading, RecordingTransport, _Object
+from lynxkv.server.opening import Openings
 from lynxkv.server.problems import Refusal
 from lynxkv.server.uncached import generate_uncached
 from lynxkv.store import Store
@@ -130,6 +134,28 @@ def cut_kv(kv: KV, start: int) -> KV:
     ]
     assert kv.token_ids is not None
     return KV(layers=layers, start=start, stop=kv.stop, token_ids=list(kv.token_ids)[start:])
+
+
+def test_a_cache_that_waits_to_be_loaded_holds_little(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "memory://waiting/a.lynx"
+    publish(model, url, some_ids(300))
+    made: list[FaultyTransport] = []
+
+    def far(store: Store) -> FaultyTransport:
+        made.append(FaultyTransport(transport_for(store, "auto", workers), share=0))
+        made[-1].is_remote = True
+        return made[-1]
+
+    async def scenario() -> None:
+        openings = Openings(1)
+        async with openings.open(url, link=None, options=FetchOptions(transport=far)) as reader:
+            assert [(item.start, item.stop) for item in made[0].requests] == [(0, SPAN_EDGES[-1])]
+            assert reader.extent.stop == 300
+        openings.close()
+
+    with ThreadPoolExecutor(1) as workers:
+        asyncio.run(scenario())
+    lynxkv.remove(url)
 
 
 def test_a_refresh_reads_what_is_new(model: Model, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,6 +414,34 @@ def test_the_least_lately_used_goes_first(monkeypatch: pytest.MonkeyPatch) -> No
             assert (small.bytes, small.hits) == (60, 2)
 
     asyncio.run(scenario())
+
+
+def test_a_cache_may_be_dropped_while_it_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread opens one that another thread drops at the worst moment."""
+    monkeypatch.setattr("lynxkv.server.hot.transport_for", lambda *arguments: Plain())
+    store = Store("memory://h/one.lynx")
+
+    class Watched(OrderedDict[str, Any]):
+        def get(self, url: str, default: Any = None) -> Any:
+            found = super().get(url, default)
+            if dropping is None:
+                return found
+            dropping.start()
+            dropping.join(0.2)  # it comes when it may
+            return found
+
+    dropping: threading.Thread | None = None
+    with ThreadPoolExecutor(1) as pool:
+        hot = HotCaches(1000, pool)
+        transport = hot.transport(store)
+        transport.written["ab"] = _Object(data=bytearray(b"ab"), known=[(0, 2)], size=2)
+        hot.keep(store.url, transport)
+        assert hot.has(store.url)
+        hot._kept = Watched(hot._kept)
+        thread = dropping = threading.Thread(target=hot.drop, args=(store.url,))
+        hot.transport(store)
+        thread.join(30)
+        assert (hot.has(store.url), hot.bytes, hot.hits, hot.misses) == (False, 0, 1, 1)
 
 
 def test_what_is_read_while_a_cache_is_dropped_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

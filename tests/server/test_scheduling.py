@@ -21,10 +21,11 @@ from lynxkv.errors import FetchError
 from lynxkv.fetch import open_cache
 from lynxkv.integrations.hf import BatchCache, Model
 from lynxkv.models import prefill
+from lynxkv.pace import Pace
 from lynxkv.runner import generate
 from lynxkv.server.admission import Memory, Places, Sizes, free_bytes
 from lynxkv.server.problems import Refusal
-from lynxkv.server.runs import are_alike
+from lynxkv.server.runs import CachedRun, are_alike
 from lynxkv.store.transport import transport_for
 from lynxkv.testing.faults import FaultyTransport
 from lynxkv.testing.tiny_models import tiny_model
@@ -102,6 +103,41 @@ def test_what_a_batch_takes_is_within_its_estimate(
     logits = 3 * 4 * model.vocab_tokens * new_tokens * len(stored)
     estimate = sizes.run_bytes(stored, suffixes, new_tokens, caches=stored)
     assert sum(taken.values()) + codes + logits <= estimate < 3 * (sum(taken.values()) + codes + logits)
+
+
+def test_what_open_readers_hold_is_counted(model: Model, store: Path) -> None:
+    """What was asked for ahead, with its copy, of each; what is written down once for requests over one cache."""
+    url = store / "docs" / "report.lynx"
+    nothing: Any = None
+    with running(model, str(store), hot_bytes=1 << 20) as server, open_cache(url) as reader:
+        here = False
+        first, second = (
+            CachedRun(
+                ask=nothing,
+                model=server.service.model,
+                told=nothing,
+                prompt_tokens=reader.extent.stop + 3,
+                new_tokens=10,
+                name="docs/report.lynx",
+                url=str(url),
+                reader=reader,
+                suffix_ids=[5, 6, 7],
+                is_here=lambda: here,
+                on_loaded=lambda: None,
+                pace=lambda together: Pace(),
+            )
+            for _ in range(2)
+        )
+        stored = reader.bytes_anchor + reader.bytes_residual
+        assert stored < 1 << 20
+        sizes = [server.service._bytes_of(runs) for runs in ([first], [first, second])]
+        here = True
+        at_hand = [server.service._bytes_of(runs) for runs in ([first], [first, second])]
+        assert [size - less for size, less in zip(sizes, at_hand, strict=True)] == [stored, stored]
+        tokens = reader.extent.stop
+        for count, size in enumerate(at_hand, start=1):
+            plain = server.service._sizes.run_bytes([tokens] * count, [3] * count, 10, caches=[tokens])
+            assert size - plain == count * (1 << 20)
 
 
 def row(stored: int, suffix: int, new: int) -> Any:
