@@ -126,9 +126,11 @@ def serve(
         from lynxkv.server.serving import Server, listen, url_of
     except ImportError as error:
         raise InputError(f"serving needs {error.name}", hint="pip install 'lynxkv[serve]'") from error
-    from lynxkv.store.prefix import file_system
+    from lynxkv.store.prefix import Store, file_system
 
     file_system(store)
+    if residual_url is not None:
+        Store.of_residuals(residual_url)
     listener = listen(options)
 
     loaded = ModelChoice(ref=model, dtype=model_dtype, device=device).load(output.note)

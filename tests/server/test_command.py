@@ -25,12 +25,15 @@ if TYPE_CHECKING:
 
 
 def test_what_is_refused_before_a_model_is_loaded(lynx: Lynx, tmp_path: Path) -> None:
+    elsewhere = (tmp_path, "--model", "no-such-model", "--port", 0, "--residual-url")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for arguments, code, words in (
             ((tmp_path,), 2, "needs a model"),
             ((tmp_path, "--model", "smollm2", "--port", port), 1, "cannot listen"),
             (("gopher://host", "--model", "smollm2", "--port", 0), 1, "gopher"),
+            ((*elsewhere, "gopher://host"), 1, "gopher"),
+            ((*elsewhere, tmp_path / "a.lynx"), 1, "a.lynx names a cache"),
             ((tmp_path, "--model", "smollm2", "--deadline", 0), 1, "deadline_s"),
             ((tmp_path, "--model", "no-such-model", "--port", 0), 1, "no-such-model"),
         ):
