@@ -76,10 +76,11 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Stop after this many tokens.")] = 128,
     temperature: Annotated[float, typer.Option(metavar="X", min=0.0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[
-        float, typer.Option(metavar="X", help="Sample from the likeliest tokens of this total, above 0 and at most 1.")
+        float,
+        typer.Option(metavar="X", min=0.0, max=1.0, help="Sample from the likeliest tokens of this total, above 0."),
     ] = 1.0,
     repetition_penalty: Annotated[
-        float, typer.Option(metavar="X", help="Above 1 makes tokens that were there less likely, below 1 more.")
+        float, typer.Option(metavar="X", min=0.0, help="Above 1 makes tokens that were there less likely.")
     ] = 1.0,
     seed: Annotated[int, typer.Option(metavar="N", help="Of the sampler.")] = 0,
     stop: Annotated[

@@ -227,7 +227,8 @@ class TestEncode:
         refused(done, 1, "layer.0.k", "weight")
 
     def test_a_model_that_is_not_there(self, lynx: Lynx, tmp_path: Path) -> None:
-        refused(lynx("encode", "text", "--model", "no-such-model", "--out", tmp_path / "x.lynx"), 1, "no-such-model")
+        done = lynx("encode", "text", "--model", "no-such-model", "--out", tmp_path / "x.lynx", "--quiet")
+        refused(done, 1, "no-such-model")
 
     def test_a_chunk_of_no_tokens(self, lynx: Lynx, tmp_path: Path) -> None:
         done = lynx("encode", "text", "--model", "smollm2", "--chunk-tokens", 0, "--out", tmp_path / "x.lynx")
