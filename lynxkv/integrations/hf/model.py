@@ -232,7 +232,7 @@ def load_checkpoint(
             # Damaged configurations and weights make the loaders raise almost anything.
             raise InputError(
                 f"cannot load the model in {folder}: {' '.join(str(error).split()) or type(error).__name__}",
-                hint="check that the folder is a complete Hugging Face model and that the device exists",
+                hint="check that the folder is a complete Hugging Face model, and that there is a device of that name",
             ) from error
     return Model.wrap(hf, tokenizer, source=checkpoint, adapter=adapter)
 
