@@ -22,6 +22,9 @@ TransportName = Literal["auto", "fsspec", "obstore"]
 ResidualPolicy = Literal["error", "anchor-only"]
 """What loading does when the Residual cannot be fetched."""
 
+CONCURRENCY = 8
+"""Requests to a store in flight, unless somebody says otherwise."""
+
 OnFailure = Literal["error", "recompute"]
 """What a server does when the cache that a request names cannot be loaded."""
 

@@ -33,7 +33,16 @@ from lynxkv.format.limits import (
 )
 from lynxkv.format.read import read_anchor_head, read_residual_head
 from lynxkv.format.write import Buffer, Payload, Shard, build_shards, laid_out, payload
-from lynxkv.kernels import EntropyTables, Tables, Transform, dequantize, pack_exact, quantize, tables_at, within_reach
+from lynxkv.kernels import (
+    EntropyTables,
+    Tables,
+    Transform,
+    dequantize,
+    pack_exact,
+    quantize,
+    tables_at,
+    to_kernel_device,
+)
 from lynxkv.kv import KV, check_tensor
 from lynxkv.layout import (
     DTYPE_BYTES,
@@ -309,7 +318,7 @@ class _Encoding:
         """All segments to be; what explains those of a tensor is stored before its first one."""
         dtype = self.header.dtype
         for ref in self.header.tensors:
-            x = within_reach(self.kv.layers[ref.layer].tensors[ref.name].detach())
+            x = to_kernel_device(self.kv.layers[ref.layer].tensors[ref.name].detach())
             original = to_original(x, dtype, where=f"layer {ref.layer} {ref.name}")
             if ref.sinks:
                 sink = original[:, : ref.sinks].transpose(0, 1)

@@ -88,6 +88,7 @@ def map_ordered(work: Callable[[T], R], items: Iterable[T], *, threads: int) -> 
     def help_out() -> None:
         while (task := todo.get()) is not None:
             task.run(work)
+            del task  # with what it holds, while this waits for the next
             news.put(None)
 
     helpers: list[threading.Thread] = []
@@ -122,6 +123,7 @@ def map_ordered(work: Callable[[T], R], items: Iterable[T], *, threads: int) -> 
                 own.run(work)
                 if own.error is not None and not isinstance(own.error, Exception):
                     raise own.error  # an interrupt of this thread waits for nobody's turn
+                del own
         if failure is not None:
             raise failure
     finally:

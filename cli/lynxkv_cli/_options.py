@@ -66,7 +66,6 @@ Concurrency = Annotated[
         metavar="N", min=1, max=256, help="Requests in flight; lynxkv bench fetch says what suits a store and a link."
     ),
 ]
-CONCURRENCY = 8
 Deadline = Annotated[
     float | None, typer.Option(metavar="SECONDS", help="Fetch no longer than this; without it for as long as it takes.")
 ]

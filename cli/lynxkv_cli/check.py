@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from lynxkv.choices import CONCURRENCY
 from lynxkv_cli._options import (
     CACHE_MAX_BYTES,
-    CONCURRENCY,
     CacheDir,
     CacheMaxBytes,
     Concurrency,

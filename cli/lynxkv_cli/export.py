@@ -8,10 +8,9 @@ from typing import Annotated
 
 import typer
 
-from lynxkv.choices import Precision, ResidualPolicy
+from lynxkv.choices import CONCURRENCY, Precision, ResidualPolicy
 from lynxkv_cli._options import (
     CACHE_MAX_BYTES,
-    CONCURRENCY,
     CacheDir,
     CacheMaxBytes,
     Concurrency,

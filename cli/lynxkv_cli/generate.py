@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lynxkv.choices import ResidualPolicy, Verify
+from lynxkv.choices import CONCURRENCY, ResidualPolicy, Verify
 from lynxkv.plotting import check_plot, check_writable
 from lynxkv_cli._errors import FAILED, UsageProblem
 from lynxkv_cli._models import ModelChoice
 from lynxkv_cli._options import (
     CACHE_MAX_BYTES,
-    CONCURRENCY,
     CacheDir,
     CacheMaxBytes,
     Concurrency,

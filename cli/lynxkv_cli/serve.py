@@ -8,13 +8,12 @@ from typing import Annotated
 
 import typer
 
-from lynxkv.choices import OnFailure
+from lynxkv.choices import CONCURRENCY, OnFailure
 from lynxkv.errors import InputError
 from lynxkv_cli._errors import UsageProblem
 from lynxkv_cli._models import ModelChoice
 from lynxkv_cli._options import (
     CACHE_MAX_BYTES,
-    CONCURRENCY,
     CacheDir,
     CacheMaxBytes,
     Concurrency,

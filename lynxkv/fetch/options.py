@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import get_args
 
-from lynxkv.choices import ResidualPolicy
+from lynxkv.choices import CONCURRENCY, ResidualPolicy
 from lynxkv.errors import InputError
 from lynxkv.store import Url
 from lynxkv.store.transport import TransportChoice
@@ -62,7 +62,7 @@ class FetchOptions:
     """
 
     transport: TransportChoice = "auto"
-    concurrency: int = 8
+    concurrency: int = CONCURRENCY
     stall_s: float = 10.0
     request_timeout_s: float = 60.0
     deadline_s: float | None = None

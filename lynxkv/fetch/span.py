@@ -213,7 +213,7 @@ class SpanReader:
             try:
                 head = await self._read_head(name, parse)
             except CacheNotFoundError as error:
-                hint = "encode the cache again; if its Residual is elsewhere, say where"
+                hint = "if it is elsewhere, say where: residual_url, or --residual-url; else encode the cache again"
                 where = self._residual_ranges.url
                 raise CacheNotFoundError(f"{where}: the Residual {name} is missing", hint=hint) from error
         copy = await self._scheduler.block(self._copy, name, head.header_sha256)

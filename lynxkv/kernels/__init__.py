@@ -106,11 +106,11 @@ def channel_statistics(x: Tensor) -> ChannelStatistics:
     Raises:
         InputError: LYNXKV_BACKEND names no usable backend.
     """
-    x = within_reach(x)
+    x = to_kernel_device(x)
     return backend(x.device.type).channel_statistics(x)
 
 
-def within_reach(x: Tensor) -> Tensor:
+def to_kernel_device(x: Tensor) -> Tensor:
     """x where quantisers can have it: on a device that there are kernels for as it is, else in host memory."""
     return x if x.device.type in _OF_DEVICE else x.cpu()
 
@@ -196,6 +196,6 @@ __all__ = [
     "pack_exact",
     "quantize",
     "tables_at",
+    "to_kernel_device",
     "unpack_exact",
-    "within_reach",
 ]

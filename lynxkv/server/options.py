@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import get_args
 
-from lynxkv.choices import OnFailure
+from lynxkv.choices import CONCURRENCY, OnFailure
 from lynxkv.errors import InputError
 from lynxkv.fetch.options import CACHE_MAX_BYTES
 from lynxkv.store import Url
@@ -52,7 +52,7 @@ class ServeOptions:
     drain_s: float = 30.0
     memory_bytes: int = 4 << 30
     hot_bytes: int = 1 << 30
-    concurrency: int = 8
+    concurrency: int = CONCURRENCY
     residual_url: Url | None = None
     cache_dir: Path | None = None
     cache_max_bytes: int = CACHE_MAX_BYTES
