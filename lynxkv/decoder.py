@@ -21,7 +21,17 @@ from lynxkv.kernels import EntropyTables, FixedTables, Out, Tables, Transform, d
 from lynxkv.kernels.paged import read, span, write
 from lynxkv.kernels.rounding import TORCH_DTYPES
 from lynxkv.kv import KV, KVLayer
-from lynxkv.layout import CacheHeader, Dtype, EntropyCoding, Extent, FixedCoding, Precision, TensorName, TensorRef
+from lynxkv.layout import (
+    DTYPE_BYTES,
+    CacheHeader,
+    Dtype,
+    EntropyCoding,
+    Extent,
+    FixedCoding,
+    Precision,
+    TensorName,
+    TensorRef,
+)
 from lynxkv.parallel import map_ordered, threads, torch_alone
 from lynxkv.store import Link, Url
 
@@ -197,9 +207,11 @@ class CacheDecoder:
         check_content(span.header, segment, raw)
         if part == "sink":
             assert ref is not None
-            sink = torch.from_numpy(raw.copy()).view(TORCH_DTYPES[span.header.dtype])
-            sink = sink.view(ref.sinks, ref.spec.heads, ref.spec.head_dim)[: span.loaded_sinks(ref)]
-            write(self._positions(payload.span, ref, 0, len(sink)), sink.transpose(0, 1))
+            dtype, loaded = span.header.dtype, span.loaded_sinks(ref)
+            sink = raw.view(f"<i{DTYPE_BYTES[dtype]}").reshape(ref.sinks, ref.spec.heads, ref.spec.head_dim)
+            # Turned by numpy: torch would let go of the interpreter lock, which others are waiting for, at every step.
+            heads_first = torch.from_numpy(sink[:loaded].transpose(1, 0, 2).copy()).view(TORCH_DTYPES[dtype])
+            write(self._positions(payload.span, ref, 0, loaded), heads_first)
         elif part == "mean":
             assert ref is not None
             shared.means[ref.ordinal] = (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)

@@ -236,7 +236,7 @@ def ranges(
     ends, unless they take less than a request of its own costs.
     """
     run: list[Segment] = []
-    run_kept = False
+    run_kept, run_memory = False, 0
     left = sum(segment.stored_bytes for segment in segments)
 
     def whole() -> SegmentRange:
@@ -244,16 +244,16 @@ def ranges(
         return SegmentRange(span=span, shard=shard, start=start, stop=stop, segments=tuple(run), kept=run_kept)
 
     for segment in segments:
-        here = kept(segment)
+        here, memory = kept(segment), _memory_bytes(segment)
         if run:
             target = min(options.RANGE_BYTES, max(options.LAST_RANGE_BYTES, left // concurrency))
-            memory = sum(map(_memory_bytes, run)) + _memory_bytes(segment)
             apart = here != run_kept or segment.offset - run[-1].stop > options.GAP_BYTES
-            if apart or segment.stop - run[0].offset > target or memory > options.WINDOW_BYTES:
+            if apart or segment.stop - run[0].offset > target or run_memory + memory > options.WINDOW_BYTES:
                 yield whole()
                 left -= sum(item.stored_bytes for item in run)
-                run = []
+                run, run_memory = [], 0
         run_kept = here
+        run_memory += memory
         run.append(segment)
     if run:
         yield whole()

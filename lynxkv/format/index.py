@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -80,7 +81,7 @@ class Segment:
 
 
 def _typed(name: str, part: str, dtype: str, shape: tuple[int, ...], tensor: TensorRef | None = None) -> ArrayPlan:
-    raw = int(np.prod(shape, dtype=object)) * ITEM_BYTES[dtype]
+    raw = prod(shape) * ITEM_BYTES[dtype]
     return ArrayPlan(name=name, part=part, dtype=dtype, shape=shape, tensor=tensor, raw_bytes=(raw,))
 
 

@@ -77,14 +77,27 @@ def source(x: Tensor) -> Strided:
     return Strided(flat=_flat(x), head_stride=head_stride, token_stride=token_stride, kind=kind)
 
 
+class _Memory:
+    """All memory between the first and the last element of a tensor, by numpy's array protocol.
+
+    torch's own way there is four operations, each of which lets go of the interpreter lock: where segments are decoded
+    on several threads, each one waits for it four times.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        self.tensor = x
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (x.data_ptr(), False),
+            "shape": (extent,),
+            "typestr": "<f4" if x.dtype == torch.float32 else "<u2",
+        }
+
+
 def _flat(x: Tensor) -> npt.NDArray[Any]:
-    """All memory between the first and the last element of x: f32, or u16 for 16-bit floats."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    memory = x.detach().as_strided((extent,), (1,))
-    if x.dtype == torch.float32:
-        flat: npt.NDArray[Any] = memory.numpy()
-        return flat
-    return memory.view(torch.int16).numpy().view(np.uint16)
+    """The memory of x as one array: f32, or u16 for 16-bit floats. The array keeps x."""
+    return np.asarray(_Memory(x))
 
 
 def read_only(data: npt.NDArray[Any]) -> npt.NDArray[Any]:
