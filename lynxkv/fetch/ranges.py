@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-import mmap
 import random
-import sys
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from lynxkv.errors import FetchError, LynxError
+from lynxkv.fetch.memory import new_memory
 from lynxkv.fetch.options import MAX_REQUEST_BYTES, FetchOptions
 from lynxkv.store import Link
 from lynxkv.store.problems import is_lasting, reading
@@ -24,9 +20,6 @@ FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
 # What a simulated link hands on at a time.
 LINK_PIECE_BYTES = 128 << 10
-# Memory of so many bytes is the system's, and goes back to it when it is freed. glibc would keep twice as much as the
-# largest piece that was ever freed, in each of its arenas.
-MAPPED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +37,7 @@ class Arrival:
     Args:
         told: called with this arrival whenever more is here; if it kept it, neither would be freed at once.
         within: another arrival that has these bytes, or is to have them: theirs is the same memory.
+        memory: gives memory for so many bytes, where it is not that of another.
 
     Attributes:
         size: of the object, once the store has said so; None if it does not.
@@ -55,11 +49,12 @@ class Arrival:
         stop: int,
         told: Callable[[Arrival], None] = lambda arrival: None,
         within: Arrival | None = None,
+        memory: Callable[[int], memoryview] = new_memory,
     ) -> None:
         self.start, self.stop, self.within = start, stop, within
         self.size: int | None = None
         self._told = told
-        self._buffer = _memory(stop - start) if within is None else within.between(start, stop)
+        self._buffer = memory(stop - start) if within is None else within.between(start, stop)
         self._ends = {start: start}  # of what is here of each part, by where the part starts
 
     @property
@@ -220,17 +215,6 @@ class RangeReader:
         if failures >= self.options.attempts:
             raise error
         await asyncio.sleep(pause)
-
-
-def _memory(size: int) -> memoryview:
-    """Memory for so many bytes, which is not taken before something is put into it."""
-    if size < MAPPED_BYTES or sys.platform == "win32":
-        return np.empty(size, np.uint8).data
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # a kernel without large pages
-            pages.madvise(mmap.MADV_HUGEPAGE)  # small ones take a tenth of a load's processor time
-    return memoryview(pages)
 
 
 async def all_of(requests: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -24,6 +24,7 @@ from lynxkv.fetch import options as tuned
 from lynxkv.fetch.chain import check_tokens, open_parent, wanted_parents
 from lynxkv.fetch.disk_cache import DiskCache
 from lynxkv.fetch.follow import Following
+from lynxkv.fetch.memory import Blocks
 from lynxkv.fetch.options import FetchOptions
 from lynxkv.fetch.scheduler import Lane, Scheduler
 from lynxkv.fetch.span import SpanReader, lane_of
@@ -72,6 +73,7 @@ class CacheReader:
         self._link = link
         self._scheduler = Scheduler(self.options.concurrency, what=Store(url).url)
         self._disk: DiskCache | None = None
+        self._blocks = Blocks()
         self._opened: list[SpanReader] = []
         self._chain: tuple[SpanReader, ...] = ()
         self._following: Following | None = None
@@ -286,7 +288,15 @@ class CacheReader:
 
     def _span(self, url: Url, number: int, *, ahead: Sequence[int], whole: bool = False) -> SpanReader:
         span = SpanReader(
-            url, self._scheduler, self.options, self._link, disk=self._disk, ahead=ahead, whole=whole, number=number
+            url,
+            self._scheduler,
+            self.options,
+            self._link,
+            disk=self._disk,
+            blocks=self._blocks,
+            ahead=ahead,
+            whole=whole,
+            number=number,
         )
         self._opened.append(span)
         return span

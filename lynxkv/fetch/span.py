@@ -21,6 +21,7 @@ from lynxkv.errors import (
 from lynxkv.fetch.disk_cache import DiskCache, ShardCopy
 from lynxkv.fetch.group import Group, failed_of
 from lynxkv.fetch.head import Front, Submit, read_head
+from lynxkv.fetch.memory import Blocks
 from lynxkv.fetch.options import FRONT_STOP, FetchOptions
 from lynxkv.fetch.ranges import Arrival, Fetched, RangeReader, all_of
 from lynxkv.fetch.scheduler import Lane, Scheduler
@@ -70,6 +71,7 @@ class SpanReader:
         link: Link | None,
         *,
         disk: DiskCache | None,
+        blocks: Blocks,
         ahead: Sequence[int],
         whole: bool = False,
         number: int = 0,
@@ -81,6 +83,7 @@ class SpanReader:
         self._scheduler, self._options, self._ahead, self._link = scheduler, options, ahead, link
         # Of shards on other machines, on this one's disk.
         self._disk = disk
+        self._blocks = blocks
         self._copies: dict[str, ShardCopy] = {}
         self._ranges = self._residual_ranges = self._reader_of(self.store, link)
         if options.residual_url is not None:
@@ -429,7 +432,7 @@ class SpanReader:
         if front is not None and wanted.stop <= front.stop:
             arrival = front.part(wanted.start, wanted.stop, look)
         else:
-            arrival = Arrival(wanted.start, wanted.stop, look)
+            arrival = Arrival(wanted.start, wanted.stop, look, memory=self._blocks.take)
         await self._fill(wanted.shard, arrival)
         self._scheduler.give_way()
         failed = [*await failed_of(groups, checks), *groups[len(checks) :]]
