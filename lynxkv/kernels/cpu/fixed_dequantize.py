@@ -9,8 +9,7 @@ the first-level cache; the rest happens in registers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -233,8 +232,7 @@ def _parts(anchor: U8, coding: FixedCoding, spec: TensorSpec, tokens: int) -> di
     return part
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Parameter:
+class _Parameter(NamedTuple):
     """Page or chunk parameters: f32, or u8 indices into a table; `reach` is the largest magnitude they can have."""
 
     as_f32: npt.NDArray[np.float32]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +25,7 @@ _KINDS = {
 _OWN = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Strided:
+class Strided(NamedTuple):
     """A source [H, T, D] whose last dim is contiguous: its memory as one array, and how far its rows are apart."""
 
     flat: npt.NDArray[Any]
@@ -36,8 +34,7 @@ class Strided:
     kind: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rows:
+class Rows(NamedTuple):
     """A destination whose last dim is contiguous: its memory as one array, and where the rows of its first head start,
     `starts` [T]; those of head h are h * head_stride further.
     """
@@ -55,7 +52,8 @@ def destination(out: Out, dtype: str) -> Rows | None:
     if kind is None or out.device.type != "cpu" or (memory.stride(-1) != 1 and memory.shape[-1] > 1):
         return None
     if isinstance(out, Tensor):
-        starts = np.arange(out.shape[1]) * out.stride(1)
+        step = max(1, out.stride(1))  # of a single row it may be anything
+        starts = np.arange(0, out.shape[1] * step, step)
     else:
         page, slot = out.places()
         starts = page * memory.stride(0) + slot * memory.stride(2)
