@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lynxkv import health
 from lynxkv.arriving import ArrivingCache
-from lynxkv.choices import Verify
+from lynxkv.choices import MAX_NEW_TOKENS, Verify
 from lynxkv.draft import Draft, Speculate, draft_tokens
 from lynxkv.errors import InputError
 from lynxkv.events import Drafted, Event, GenerateResult, Note, Phase, Rejected, Span, Track
@@ -49,7 +49,7 @@ class BatchPrompt:
 
     reader: CacheReader
     suffix_ids: Sequence[int]
-    max_new_tokens: int = 256
+    max_new_tokens: int = MAX_NEW_TOKENS
     sampling: Sampling = field(default_factory=Sampling)
     stop: Sequence[str] = ()
     top_logprobs: int | None = None
@@ -80,7 +80,7 @@ def generate_batch(
     prompts: Sequence[tuple[CacheReader, Sequence[int]]],
     model: BatchModel,
     *,
-    max_new_tokens: int = 256,
+    max_new_tokens: int = MAX_NEW_TOKENS,
     sampling: Sampling | None = None,
     speculate: Speculate = "auto",
     verify: Verify = "full",

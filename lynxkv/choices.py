@@ -25,6 +25,9 @@ ResidualPolicy = Literal["error", "anchor-only"]
 CONCURRENCY = 8
 """Requests to a store in flight, unless somebody says otherwise."""
 
+MAX_NEW_TOKENS = 256
+"""Where a text ends that has not ended by itself, unless somebody says otherwise."""
+
 OnFailure = Literal["error", "recompute"]
 """What a server does when the cache that a request names cannot be loaded."""
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lynxkv import health
 from lynxkv.arriving import ArrivingCache
-from lynxkv.choices import Verify
+from lynxkv.choices import MAX_NEW_TOKENS, Verify
 from lynxkv.decoder import check_exact_destination, check_precision
 from lynxkv.draft import SUFFIX_CHUNK_TOKENS, Draft, Speculate, draft_tokens, propose
 from lynxkv.errors import CacheNotFoundError, FetchError, InputError
@@ -60,7 +60,7 @@ def generate(
     model: DecoderModel,
     suffix_ids: Sequence[int],
     *,
-    max_new_tokens: int = 256,
+    max_new_tokens: int = MAX_NEW_TOKENS,
     sampling: Sampling | None = None,
     speculate: Speculate = "auto",
     verify: Verify = "full",

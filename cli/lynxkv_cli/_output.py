@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -23,6 +24,7 @@ def silent(stage: str, done: int, total: int) -> None:
 
 
 TAB = "    "
+LINE_EVERY_S = 5.0
 
 
 def printable(text: str) -> str:
@@ -67,9 +69,12 @@ class Output:
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
-        """A callback `(stage, done, total)` that draws one bar a stage, and nothing outside a terminal."""
-        if self.mode != "human" or not can_style(sys.stderr):
+        """A callback `(stage, done, total)` that draws a bar a stage; outside a terminal, lines of what takes long."""
+        if self.mode != "human":
             yield silent
+            return
+        if not can_style(sys.stderr):
+            yield lines_now_and_then(self.note)
             return
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -90,6 +95,19 @@ class Output:
                 bars.update(tasks[stage], completed=done, total=total)
 
             yield update
+
+
+def lines_now_and_then(note: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> Progress:
+    """A progress callback for logs: `prefill: 1024 of 6125`, no sooner than `LINE_EVERY_S` after the last one."""
+    last = clock()
+
+    def tell(stage: str, done: int, total: int) -> None:
+        nonlocal last
+        if clock() - last >= LINE_EVERY_S:
+            last = clock()
+            note(f"{stage}: {done} of {total}")
+
+    return tell
 
 
 def progress_or_lines(output: Output, bars: Progress, stage: str, what: str) -> Progress:

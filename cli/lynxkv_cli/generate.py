@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lynxkv.choices import CONCURRENCY, ResidualPolicy, Verify
+from lynxkv.choices import CONCURRENCY, MAX_NEW_TOKENS, ResidualPolicy, Verify
 from lynxkv.plotting import check_plot, check_writable
 from lynxkv_cli._errors import FAILED, UsageProblem
 from lynxkv_cli._models import ModelChoice
@@ -72,7 +72,9 @@ def generate(
     model: Model = None,
     model_dtype: ModelDtypeOption = "float32",
     device: Device = "cpu",
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Stop after this many tokens.")] = 128,
+    max_new_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Stop after this many tokens.")
+    ] = MAX_NEW_TOKENS,
     temperature: Annotated[float, typer.Option(metavar="X", min=0.0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[
         float,

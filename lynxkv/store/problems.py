@@ -160,7 +160,8 @@ def reading(url: str, name: str) -> Iterator[None]:
     except Exception as error:
         if _is_absent(error):
             raise CacheNotFoundError(
-                f"{url}: there is no {name or 'such prefix'}", hint="check the URL with your store's own tools"
+                f"{url}: there is no {name or 'such prefix'}",
+                hint="`lynxkv ls` of the folder or prefix it should be in shows which caches there are",
             ) from error
         raise FetchError(f"{url}/{name}: {words_of(error)}", hint=hint_of(error)) from error
 
