@@ -26,11 +26,12 @@ from fsspec.asyn import get_loop
 from lynxkv.bench.network import SERVER_ADDRESS, Network
 from lynxkv.choices import TransportName
 from lynxkv.decoder import CacheDecoder, KVDestination
-from lynxkv.errors import InputError, StoreError
+from lynxkv.errors import FetchError, InputError, StoreError
 from lynxkv.fetch import CacheReader, FetchOptions
 from lynxkv.fetch.options import RANGE_BYTES
 from lynxkv.format.document import ANCHOR_NAME
 from lynxkv.store import Link, Store, Url
+from lynxkv.store.problems import reading
 from lynxkv.store.transport import Transport, transport_for
 from lynxkv.testing.servers import http_server, s3_server
 
@@ -267,29 +268,40 @@ class _Turn:
 
     def _download(self, what: str, name: str, size: int) -> None:
         """A bare download: ranges of equal size, so many at a time, nothing checked or kept."""
-        count = self.options.concurrency
         store = Store(self.url)
-        with ThreadPoolExecutor(count) as workers:
+        with ThreadPoolExecutor(self.options.concurrency) as workers:
             transport = transport_for(store, self.options.transport, workers)
             began = time.perf_counter()
-            work = _download_ranges(transport, name, size, count, self.link)
+            work = _download_ranges(store.url, transport, name, size, self.options, self.link)
             asyncio.run_coroutine_threadsafe(work, get_loop()).result()
             self.seconds[what] = time.perf_counter() - began
 
 
-async def _download_ranges(transport: Transport, name: str, size: int, concurrency: int, link: Link | None) -> None:
+async def _download_ranges(
+    url: str, transport: Transport, name: str, size: int, options: FetchOptions, link: Link | None
+) -> None:
     starts: Iterator[int] = iter(range(0, size, RANGE_BYTES))
+
+    async def download(start: int, stop: int) -> None:
+        with reading(url, name):
+            async with transport.get(name, start, stop) as answer:
+                async for _ in answer.chunks:
+                    pass
 
     async def work() -> None:
         for start in starts:
             stop = min(size, start + RANGE_BYTES)
-            async with transport.get(name, start, stop) as answer:
-                async for _ in answer.chunks:
-                    pass
+            for left in reversed(range(options.attempts)):
+                try:
+                    await download(start, stop)
+                    break
+                except FetchError:  # servers fail now and then, and the loader asks again, too
+                    if not left:
+                        raise
             if link is not None:
                 await asyncio.sleep(link.delay_s(stop - start))
 
-    await asyncio.gather(*(work() for _ in range(concurrency)))
+    await asyncio.gather(*(work() for _ in range(options.concurrency)))
 
 
 if __name__ == "__main__":

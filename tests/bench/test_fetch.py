@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +13,9 @@ import jsonschema
 import pytest
 
 import lynxkv
-from lynxkv.bench.fetch import FetchRow
+from lynxkv.bench.fetch import FetchRow, FetchSettings, measure_fetch
+from lynxkv.errors import FetchError
+from lynxkv.testing.filesystem import filesystem_of, simulated
 from lynxkv.testing.kv import random_kv
 
 if TYPE_CHECKING:
@@ -46,6 +50,33 @@ def test_the_table(lynx: Lynx, tmp_path: Path) -> None:
     assert header.split()[:4] == ["transport", "requests", "header", "Anchor"]
     assert row.startswith("fsspec ")
     assert "fastest here: fsspec, 8 requests" in done.err
+
+
+def test_a_store_that_fails_now_and_then_is_measured(tmp_path: Path) -> None:
+    lynxkv.encode(random_kv(), tmp_path / "a.lynx")
+    settings = FetchSettings(transports=["fsspec"], concurrencies=[2], repeats=2)
+    with simulated(str(tmp_path), share=0.2, faults=("refused", "overloaded"), seed=3) as far:
+        (row,) = measure_fetch(f"{far}/a.lynx", settings)
+        failed = [fault for fault in filesystem_of(far).injected if fault in ("refused", "overloaded")]
+    assert len(failed) > 5
+    assert row.anchor_plain_s > 0
+
+
+def test_a_download_that_keeps_failing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lynxkv.encode(random_kv(), tmp_path / "a.lynx")
+    settings = FetchSettings(transports=["fsspec"], concurrencies=[2], repeats=1)
+
+    @asynccontextmanager
+    async def broken(*_: object) -> AsyncIterator[None]:
+        raise ConnectionResetError("reset by peer")
+        yield
+
+    class Broken:
+        get = broken
+
+    monkeypatch.setattr("lynxkv.bench.fetch.transport_for", lambda *_: Broken())
+    with pytest.raises(FetchError, match="reset by peer"):
+        measure_fetch(tmp_path / "a.lynx", settings)
 
 
 def test_what_cannot_be_measured_is_refused(lynx: Lynx, tmp_path: Path) -> None:
