@@ -26,6 +26,7 @@ import lynxkv
 from lynxkv.decoder import KVDestination, decode_into
 from lynxkv.fetch import CacheReader, FetchOptions
 from lynxkv.fetch.head import Front
+from lynxkv.fetch.options import IN_FLIGHT_BYTES, IN_FLIGHT_S
 from lynxkv.fetch.scheduler import Lane, Scheduler
 from lynxkv.store import Link, Store
 from lynxkv.store.transport import Answer, BlockingTransport, LocalTransport, Transport, transport_for
@@ -587,6 +588,35 @@ def test_lanes_are_strict_and_concurrency_is_bounded() -> None:
     # Once the Anchor's jobs were there, no Residual's started before the last of them had ended.
     last_anchor = max(at for at, lanes in enumerate(seen) if lanes[-1] is Lane.ANCHOR)
     assert all(lanes[-1] is Lane.ANCHOR for lanes in seen[1 : last_anchor + 1])
+
+
+def test_few_bytes_are_on_their_way_until_a_link_has_shown_that_it_is_fast() -> None:
+    scheduler = Scheduler(8, what="test")
+    quarter = IN_FLIGHT_BYTES // 4
+    running = 0
+    most: dict[str, int] = {}
+
+    def job(phase: str, seconds: float) -> Callable[[], Any]:
+        async def work() -> None:
+            nonlocal running
+            running += 1
+            most[phase] = max(most.get(phase, 0), running)
+            await asyncio.sleep(seconds)
+            running -= 1
+
+        return work
+
+    def run(phase: str, count: int, seconds: float, size: int) -> None:
+        for future in [scheduler.submit(Lane.ANCHOR, job(phase, seconds), size=size) for _ in range(count)]:
+            future.result(10)
+
+    run("slow", 8, 0.4, quarter)  # a few megabytes a second, which no machine is too busy for
+    run("small", 8, 0.05, 0)
+    run("large", 3, 0.05, 2 * IN_FLIGHT_BYTES)
+    scheduler._bytes_per_s = 4 * IN_FLIGHT_BYTES / IN_FLIGHT_S
+    run("fast", 8, 0.4, quarter)
+    scheduler.close()
+    assert most == {"slow": 4, "small": 8, "large": 1, "fast": 8}
 
 
 @pytest.mark.parametrize("seed", range(40))

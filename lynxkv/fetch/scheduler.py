@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from fsspec.asyn import get_loop
 
 from lynxkv.errors import StoreError
+from lynxkv.fetch.options import IN_FLIGHT_BYTES, IN_FLIGHT_S
 
 T = TypeVar("T")
 # How long closing waits for what it has cancelled.
@@ -33,8 +34,10 @@ class Lane(IntEnum):
 class _Job:
     lane: Lane
     number: int
+    size: int = field(compare=False)
     work: Callable[[], Coroutine[Any, Any, Any]] = field(compare=False)
     future: Future[Any] = field(compare=False)
+    began: float = field(compare=False, default=0.0)
 
 
 class Scheduler:
@@ -53,18 +56,19 @@ class Scheduler:
         self._numbers = itertools.count()
         # Touched on the loop only.
         self._waiting: list[_Job] = []
-        self._running: dict[asyncio.Task[Any], Lane] = {}
+        self._running: dict[asyncio.Task[Any], _Job] = {}
+        self._bytes_per_s = 0.0
         self._tasks: set[asyncio.Task[Any]] = set()
         self.closed = False
 
-    def submit(self, lane: Lane, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
-        """Run a coroutine as soon as it is its turn.
+    def submit(self, lane: Lane, work: Callable[[], Coroutine[Any, Any, T]], *, size: int = 0) -> Future[T]:
+        """Run a coroutine, which brings `size` bytes, as soon as it is its turn.
 
         Raises:
             StoreError: the reader is closed; so does the future, if that happens meanwhile.
         """
         self.check_open()
-        job = _Job(lane, next(self._numbers), work, Future())
+        job = _Job(lane, next(self._numbers), size, work, Future())
         self._loop.call_soon_threadsafe(self._enqueue, job)
         return job.future
 
@@ -92,8 +96,14 @@ class Scheduler:
     def give_way(self) -> None:
         """Called by a job that needs the network no more: the next one may start."""
         task = asyncio.current_task()
-        if task is not None and self._running.pop(task, None) is not None:
-            self._start()
+        job = self._running.get(task) if task is not None else None
+        if task is None or job is None:
+            return
+        if job.size:
+            together = sum(1 for other in self._running.values() if other.size)
+            self._bytes_per_s = together * job.size / max(1e-6, self._loop.time() - job.began)
+        del self._running[task]
+        self._start()
 
     def close(self) -> None:
         """Cancel everything; when this returns, no request of this reader is open any more."""
@@ -120,14 +130,25 @@ class Scheduler:
 
     def _start(self) -> None:
         while self._waiting and len(self._running) < self._concurrency:
-            if self._running and min(self._running.values()) < self._waiting[0].lane:
+            if self._running and (self._is_late(self._waiting[0].lane) or not self._has_room(self._waiting[0].size)):
                 return
             job = heapq.heappop(self._waiting)
             if job.future.set_running_or_notify_cancel():
                 task = self._loop.create_task(self._run(job))
-                self._running[task] = job.lane
+                self._running[task] = job
+                job.began = self._loop.time()
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
+
+    def _is_late(self, lane: Lane) -> bool:
+        return min(job.lane for job in self._running.values()) < lane
+
+    def _has_room(self, size: int) -> bool:
+        """Whether so many bytes more may be on their way. All that are share the link: the more, the later come those
+        that decoding goes on with.
+        """
+        in_flight = sum(job.size for job in self._running.values())
+        return in_flight + size <= max(IN_FLIGHT_BYTES, self._bytes_per_s * IN_FLIGHT_S)
 
     async def _run(self, job: _Job) -> None:
         try:

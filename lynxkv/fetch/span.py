@@ -254,7 +254,10 @@ class SpanReader:
                 for group in groups:
                     group.fail(error)
 
-        self._scheduler.submit(lane_of(wanted.shard), fetch_checked).add_done_callback(end)
+        front = self._fronts.get(wanted.shard)
+        begins = max(wanted.start, front.stop) if front is not None else wanted.start
+        size = 0 if wanted.kept else max(0, wanted.stop - begins)  # of its own, apart from what was asked for ahead
+        self._scheduler.submit(lane_of(wanted.shard), fetch_checked, size=size).add_done_callback(end)
         return [group.payloads for group in groups]
 
     def submit_range(self, name: str, start: int, stop: int) -> Future[Fetched]:
@@ -335,7 +338,7 @@ class SpanReader:
 
         def submit(arrival: Arrival, start: int, stop: int) -> Future[None]:
             fill = self.ranges_reader(name).fill
-            return self._scheduler.submit(lane_of(name), partial(fill, name, arrival, start, stop))
+            return self._scheduler.submit(lane_of(name), partial(fill, name, arrival, start, stop), size=stop - start)
 
         return submit
 
