@@ -1,7 +1,7 @@
 """Train a small model of another family than SmolLM2's, to see whether what helps one helps the other.
 
     python examples/second_model.py MODEL_FOLDER [--minutes 20]
-    lynxkv calibrate --model MODEL_FOLDER
+    lynxkv calibrate --model MODEL_FOLDER --tokens 1024
     lynxkv bench codec --model MODEL_FOLDER --tokens 1024
 
 Qwen2's architecture (biases on queries, keys and values, two key-value heads under four), byte-level BPE, contexts of
@@ -22,7 +22,7 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-# What codecs are measured and bases are calibrated on.
+# What codecs are measured and bases are calibrated on, and what else has been used to try codecs.
 HELD_OUT = {
     "argparse",
     "statistics",
@@ -46,7 +46,7 @@ def sources() -> list[str]:
     return [
         path.read_text(encoding="utf-8", errors="replace")
         for path in sorted(folder.rglob("*.py"))
-        if not unwanted & set(path.parts) and path.stem not in HELD_OUT
+        if not unwanted & set(path.relative_to(folder).parts) and path.stem not in HELD_OUT
     ]
 
 

@@ -280,7 +280,7 @@ def _list_objects(url: Url) -> dict[str, list[StoredObject]]:
     found: dict[str, list[StoredObject]] = {}
     for path, info in sorted(listing.items()):
         folder, _, name = path.rpartition("/")
-        item = StoredObject(name=name, bytes=int(info["size"] or 0), modified_s=_modified(info))
+        item = StoredObject(name=name, bytes=int(info.get("size") or 0), modified_s=_modified(info))
         found.setdefault(url + folder.removeprefix(base), []).append(item)
     return found
 

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -593,30 +594,79 @@ def test_lanes_are_strict_and_concurrency_is_bounded() -> None:
 def test_few_bytes_are_on_their_way_until_a_link_has_shown_that_it_is_fast() -> None:
     scheduler = Scheduler(8, what="test")
     quarter = IN_FLIGHT_BYTES // 4
-    running = 0
-    most: dict[str, int] = {}
+    running, most = 0, 0
 
-    def job(phase: str, seconds: float) -> Callable[[], Any]:
-        async def work() -> None:
-            nonlocal running
-            running += 1
-            most[phase] = max(most.get(phase, 0), running)
-            await asyncio.sleep(seconds)
-            running -= 1
+    async def job(seconds: float, size: int) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(seconds)
+        running -= 1
+        scheduler.arrived(size)
 
-        return work
-
-    def run(phase: str, count: int, seconds: float, size: int) -> None:
-        for future in [scheduler.submit(Lane.ANCHOR, job(phase, seconds), size=size) for _ in range(count)]:
+    def most_at_once(count: int, seconds: float, size: int) -> int:
+        nonlocal most
+        most = 0
+        for future in [scheduler.submit(Lane.ANCHOR, partial(job, seconds, size), size=size) for _ in range(count)]:
             future.result(10)
+        return most
 
-    run("slow", 8, 0.4, quarter)  # a few megabytes a second, which no machine is too busy for
-    run("small", 8, 0.05, 0)
-    run("large", 3, 0.05, 2 * IN_FLIGHT_BYTES)
-    scheduler._bytes_per_s = 4 * IN_FLIGHT_BYTES / IN_FLIGHT_S
-    run("fast", 8, 0.4, quarter)
+    # What a slow link brings, a busy machine brings later still.
+    assert most_at_once(12, 1.5 * IN_FLIGHT_S, quarter) == 4
+    assert most_at_once(8, 0.05, 0) == 8
+    assert most_at_once(3, 0.05, 2 * IN_FLIGHT_BYTES) == 1
+    assert most_at_once(200, 0.001, quarter) == 8
     scheduler.close()
-    assert most == {"slow": 4, "small": 8, "large": 1, "fast": 8}
+
+
+def test_what_brings_nothing_shows_no_fast_link() -> None:
+    scheduler = Scheduler(8, what="test")
+
+    async def refused() -> None:
+        raise ConnectionResetError("reset by peer")
+
+    for future in [scheduler.submit(Lane.ANCHOR, refused, size=IN_FLIGHT_BYTES) for _ in range(8)]:
+        with pytest.raises(ConnectionResetError):
+            future.result(5)
+    assert scheduler._most == IN_FLIGHT_BYTES
+    scheduler.close()
+
+
+def test_what_is_urgent_waits_for_no_room() -> None:
+    scheduler = Scheduler(8, what="test")
+    ended: list[str] = []
+
+    async def job(name: str, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        ended.append(name)
+
+    large = [
+        scheduler.submit(Lane.ANCHOR, partial(job, f"large {number}", 0.2), size=IN_FLIGHT_BYTES) for number in range(3)
+    ]
+    scheduler.submit(Lane.ANCHOR, partial(job, "urgent", 0.0), urgent=True).result(5)
+    for future in large:
+        future.result(5)
+    scheduler.close()
+    assert ended == ["urgent", "large 0", "large 1", "large 2"]
+
+
+def test_a_small_job_that_waits_does_not_keep_a_large_one_from_an_idle_link() -> None:
+    scheduler = Scheduler(8, what="test")
+    done = asyncio.Event()
+
+    async def waiting() -> None:
+        await done.wait()
+
+    async def large() -> None:
+        done.set()
+
+    futures = [
+        scheduler.submit(Lane.ANCHOR, waiting),
+        scheduler.submit(Lane.ANCHOR, large, size=2 * IN_FLIGHT_BYTES),
+    ]
+    for future in futures:
+        future.result(5)
+    scheduler.close()
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -1,6 +1,6 @@
 """Where everything a command prints goes: data to stdout, progress and messages to stderr.
 
-human   data as text on stdout; messages and, in a terminal, progress bars on stderr
+human   data as text on stdout; messages and progress on stderr: bars in a terminal, now and then a line elsewhere
 json    one JSON object on stdout and nothing else; on failure the object is {"error": ...}
 quiet   data on stdout, no messages and no progress; errors are still printed
 """
@@ -24,6 +24,7 @@ def silent(stage: str, done: int, total: int) -> None:
 
 
 TAB = "    "
+# For logs: work that is done sooner says nothing.
 LINE_EVERY_S = 5.0
 
 
@@ -99,12 +100,12 @@ class Output:
 
 def lines_now_and_then(note: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> Progress:
     """A progress callback for logs: `prefill: 1024 of 6125`, no sooner than `LINE_EVERY_S` after the last one."""
-    last = clock()
+    last, told = clock(), ""
 
     def tell(stage: str, done: int, total: int) -> None:
-        nonlocal last
-        if clock() - last >= LINE_EVERY_S:
-            last = clock()
+        nonlocal last, told
+        if clock() - last >= LINE_EVERY_S or (stage == told and done == total):
+            last, told = clock(), stage if done < total else ""
             note(f"{stage}: {done} of {total}")
 
     return tell

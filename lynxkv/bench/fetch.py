@@ -29,9 +29,10 @@ from lynxkv.decoder import CacheDecoder, KVDestination
 from lynxkv.errors import FetchError, InputError, StoreError
 from lynxkv.fetch import CacheReader, FetchOptions
 from lynxkv.fetch.options import RANGE_BYTES
+from lynxkv.fetch.ranges import FIRST_PAUSE_S, all_of
 from lynxkv.format.document import ANCHOR_NAME
 from lynxkv.store import Link, Store, Url
-from lynxkv.store.problems import reading
+from lynxkv.store.problems import is_lasting, reading
 from lynxkv.store.transport import Transport, transport_for
 from lynxkv.testing.servers import http_server, s3_server
 
@@ -273,7 +274,10 @@ class _Turn:
             transport = transport_for(store, self.options.transport, workers)
             began = time.perf_counter()
             work = _download_ranges(store.url, transport, name, size, self.options, self.link)
-            asyncio.run_coroutine_threadsafe(work, get_loop()).result()
+            try:
+                asyncio.run_coroutine_threadsafe(work, get_loop()).result()
+            finally:
+                transport.close()
             self.seconds[what] = time.perf_counter() - began
 
 
@@ -295,13 +299,14 @@ async def _download_ranges(
                 try:
                     await download(start, stop)
                     break
-                except FetchError:  # servers fail now and then, and the loader asks again, too
-                    if not left:
+                except FetchError as error:  # servers fail now and then, and the loader asks again, too
+                    if not left or is_lasting(error.__cause__ or error):
                         raise
+                    await asyncio.sleep(FIRST_PAUSE_S)
             if link is not None:
                 await asyncio.sleep(link.delay_s(stop - start))
 
-    await asyncio.gather(*(work() for _ in range(options.concurrency)))
+    await all_of(work() for _ in range(options.concurrency))
 
 
 if __name__ == "__main__":

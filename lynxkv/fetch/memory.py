@@ -30,18 +30,19 @@ def new_memory(size: int) -> memoryview:
 class Blocks:
     """Memory for the ranges of one reader, used again as soon as nothing refers to what was in it.
 
-    New pages take longer to come than bytes to be copied into them. What is free is never more than what is in use.
+    New pages take longer to come than bytes to be copied into them. What is free is never more than what is in use, and
+    what is in use is more than half filled.
     """
 
     def __init__(self) -> None:
         # No lock: memory is given back wherever the last reference goes, within `take` too. Each step is one of the
-        # interpreter's, and two that meet keep less than they could.
+        # interpreter's, a set in place of a count is for that, and two that meet keep less than they could.
         self._free: list[memoryview] = []
         self._used: set[int] = set()
 
     def take(self, size: int) -> memoryview:
         """Memory for so many bytes, with anything in it."""
-        if not MAPPED_BYTES <= size <= RANGE_BYTES:
+        if not RANGE_BYTES // 2 < size <= RANGE_BYTES:
             return new_memory(size)
         try:
             block = self._free.pop()

@@ -26,11 +26,11 @@ SPAN_EDGES = (0, 512 << 10)
 # Where all of an Anchor is wanted at once, and it continues no other, its header tells its size, and the rest is asked
 # for then, up to this byte.
 FRONT_STOP = 24 << 20
-# No more is on its way at a time than a link brings in so many seconds, or than so many bytes: requests share it, and
-# what decoding waits for comes the later the more there are. At 200 Mbit/s and 20 ms, with 24 MiB on their way, nothing
-# of a second range was there before nearly all of the first five were, and an Anchor of 35 MB took a seventh longer.
+# So many bytes are on their way at a time, and twice as many once so many have come within so many seconds: requests
+# share a link, and what decoding waits for comes the later the more there are. At 200 Mbit/s and 20 ms, with 24 MiB on
+# their way, the second of six ranges was there when all were, and an Anchor of 35 MB took a tenth longer.
 IN_FLIGHT_BYTES = 12 << 20
-IN_FLIGHT_S = 0.1
+IN_FLIGHT_S = 0.25
 # What is asked for again when it fails.
 MAX_REQUEST_BYTES = 4 << 20
 # Bytes between two segments that are fetched though nobody wants them, where a request more would take longer: at

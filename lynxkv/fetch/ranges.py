@@ -86,10 +86,23 @@ class Arrival:
 
 
 class RangeReader:
-    """Ranges of one cache's objects."""
+    """Ranges of one cache's objects.
 
-    def __init__(self, url: str, transport: Transport, options: FetchOptions, link: Link | None = None) -> None:
+    Args:
+        link: a slower one, to be simulated.
+        arrived: called with how many bytes have come, whenever some have.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        transport: Transport,
+        options: FetchOptions,
+        link: Link | None = None,
+        arrived: Callable[[int], None] = lambda count: None,
+    ) -> None:
         self.url, self.transport, self.options, self.link = url, transport, options, link
+        self._arrived = arrived
         # On the clock of event loops; set when the first range is asked for.
         self._deadline: float | None = None
 
@@ -139,6 +152,7 @@ class RangeReader:
             left_s = (len(data) - at - len(piece)) * 8 / link.bit_per_s
             await asyncio.sleep(end - left_s - loop.time())
             arrival.put(start, start + at, piece)
+            self._arrived(len(piece))
         await asyncio.sleep(end - loop.time())
 
     async def _request_all(self, name: str, arrival: Arrival, start: int, stop: int) -> None:
@@ -171,6 +185,8 @@ class RangeReader:
                                     hint=NO_RANGES_HINT,
                                 )
                             arrival.put(start, at, chunk)
+                            if self.link is None:
+                                self._arrived(len(chunk))
                             at += len(chunk)
                 failures = 0
                 ended = at == before  # where it should not, whoever reads the bytes misses them

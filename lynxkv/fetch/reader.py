@@ -217,7 +217,8 @@ class CacheReader:
             CacheNotFoundError, FetchError: the store cannot tell.
             StoreError: the reader is closed.
         """
-        return self._scheduler.submit(lane_of(name), partial(self._head.ranges_reader(name).size, name)).result()
+        work = partial(self._head.ranges_reader(name).size, name)
+        return self._scheduler.submit(lane_of(name), work, urgent=True).result()
 
     def read_residual_head(self, span: SpanReader | None = None) -> ShardHead:
         """Header and index of the Residual of one of `spans`, or of the cache that was named, as the store has them.

@@ -32,12 +32,16 @@ class Lane(IntEnum):
 
 @dataclass(order=True)
 class _Job:
+    """Jobs of a lane start in the order they were submitted in, urgent ones first: a job may wait for those that were
+    submitted before it, and for no others.
+    """
+
     lane: Lane
+    in_turn: bool
     number: int
     size: int = field(compare=False)
     work: Callable[[], Coroutine[Any, Any, Any]] = field(compare=False)
     future: Future[Any] = field(compare=False)
-    began: float = field(compare=False, default=0.0)
 
 
 class Scheduler:
@@ -57,18 +61,25 @@ class Scheduler:
         # Touched on the loop only.
         self._waiting: list[_Job] = []
         self._running: dict[asyncio.Task[Any], _Job] = {}
-        self._bytes_per_s = 0.0
+        # How many bytes may be on their way, and how many have come since when; see `IN_FLIGHT_BYTES`.
+        self._most, self._came, self._since = IN_FLIGHT_BYTES, 0, 0.0
         self._tasks: set[asyncio.Task[Any]] = set()
         self.closed = False
 
-    def submit(self, lane: Lane, work: Callable[[], Coroutine[Any, Any, T]], *, size: int = 0) -> Future[T]:
-        """Run a coroutine, which brings `size` bytes, as soon as it is its turn.
+    def submit(
+        self, lane: Lane, work: Callable[[], Coroutine[Any, Any, T]], *, size: int = 0, urgent: bool = False
+    ) -> Future[T]:
+        """Run a coroutine as soon as it is its turn.
+
+        Args:
+            size: bytes that it asks for itself, where they are enough to count.
+            urgent: before others of its lane, as little as it brings. It may wait for no other job.
 
         Raises:
             StoreError: the reader is closed; so does the future, if that happens meanwhile.
         """
         self.check_open()
-        job = _Job(lane, next(self._numbers), size, work, Future())
+        job = _Job(lane, not urgent, next(self._numbers), size, work, Future())
         self._loop.call_soon_threadsafe(self._enqueue, job)
         return job.future
 
@@ -96,14 +107,19 @@ class Scheduler:
     def give_way(self) -> None:
         """Called by a job that needs the network no more: the next one may start."""
         task = asyncio.current_task()
-        job = self._running.get(task) if task is not None else None
-        if task is None or job is None:
+        if task is not None and self._running.pop(task, None) is not None:
+            self._start()
+
+    def arrived(self, count: int) -> None:
+        """Called on the loop when so many bytes have come in."""
+        self._came += count
+        if self._came < self._most:
             return
-        if job.size:
-            together = sum(1 for other in self._running.values() if other.size)
-            self._bytes_per_s = together * job.size / max(1e-6, self._loop.time() - job.began)
-        del self._running[task]
-        self._start()
+        now = self._loop.time()
+        if now - self._since <= IN_FLIGHT_S:
+            self._most *= 2
+            self._start()
+        self._came, self._since = 0, now
 
     def close(self) -> None:
         """Cancel everything; when this returns, no request of this reader is open any more."""
@@ -130,25 +146,20 @@ class Scheduler:
 
     def _start(self) -> None:
         while self._waiting and len(self._running) < self._concurrency:
-            if self._running and (self._is_late(self._waiting[0].lane) or not self._has_room(self._waiting[0].size)):
+            first = self._waiting[0]
+            in_flight = sum(job.size for job in self._running.values())
+            if self._running and min(job.lane for job in self._running.values()) < first.lane:
                 return
+            if first.size and in_flight and in_flight + first.size > self._most:
+                return
+            if not in_flight:
+                self._came, self._since = 0, self._loop.time()
             job = heapq.heappop(self._waiting)
             if job.future.set_running_or_notify_cancel():
                 task = self._loop.create_task(self._run(job))
                 self._running[task] = job
-                job.began = self._loop.time()
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-
-    def _is_late(self, lane: Lane) -> bool:
-        return min(job.lane for job in self._running.values()) < lane
-
-    def _has_room(self, size: int) -> bool:
-        """Whether so many bytes more may be on their way. All that are share the link: the more, the later come those
-        that decoding goes on with.
-        """
-        in_flight = sum(job.size for job in self._running.values())
-        return in_flight + size <= max(IN_FLIGHT_BYTES, self._bytes_per_s * IN_FLIGHT_S)
 
     async def _run(self, job: _Job) -> None:
         try:

@@ -262,7 +262,8 @@ class SpanReader:
 
     def submit_range(self, name: str, start: int, stop: int) -> Future[Fetched]:
         """Fetch bytes [start, stop) of a shard, unchecked."""
-        return self._scheduler.submit(lane_of(name), partial(self.ranges_reader(name).fetch, name, start, stop))
+        work = partial(self.ranges_reader(name).fetch, name, start, stop)
+        return self._scheduler.submit(lane_of(name), work, urgent=True)
 
     def ranges_reader(self, name: str) -> RangeReader:
         """What reads a shard."""
@@ -290,7 +291,7 @@ class SpanReader:
 
     def _reader_of(self, store: Store, link: Link | None) -> RangeReader:
         transport: Transport = transport_for(store, self._options.transport, self._scheduler.workers)
-        return RangeReader(store.url, transport, self._options, link)
+        return RangeReader(store.url, transport, self._options, link, self._scheduler.arrived)
 
     def _fetch_basis(self, ref: TransformRef) -> Basis:
         reader = self._reader_of(bases_beside(self.store), self._link)
@@ -300,7 +301,7 @@ class SpanReader:
             return bytes(fetched.data), await reader.size(ref.name) if fetched.size is None else fetched.size
 
         try:
-            data, size = self._scheduler.submit(Lane.ANCHOR, fetch).result()
+            data, size = self._scheduler.submit(Lane.ANCHOR, fetch, urgent=True).result()
         except CacheNotFoundError as error:
             hint = f"copy {ref.name} there from beside the original, or encode the cache again"
             raise CacheNotFoundError(f"{reader.url}: the basis {ref.name} is missing", hint=hint) from error

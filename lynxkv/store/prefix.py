@@ -163,7 +163,7 @@ class Store:
         except StoreError:
             return []
         return sorted(
-            (ObjectInfo(name=item["name"].rsplit("/", 1)[-1], bytes=int(item["size"] or 0)) for item in listing),
+            (ObjectInfo(name=item["name"].rsplit("/", 1)[-1], bytes=int(item.get("size") or 0)) for item in listing),
             key=lambda item: item.name,
         )
 

@@ -74,6 +74,8 @@ def test_a_download_that_keeps_failing_is_told(tmp_path: Path, monkeypatch: pyte
     class Broken:
         get = broken
 
+        def close(self) -> None: ...
+
     monkeypatch.setattr("lynxkv.bench.fetch.transport_for", lambda *_: Broken())
     with pytest.raises(FetchError, match="reset by peer"):
         measure_fetch(tmp_path / "a.lynx", settings)

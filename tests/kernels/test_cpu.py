@@ -19,7 +19,7 @@ import lynxkv
 from lynxkv.codecs import Codec, get_codec
 from lynxkv.encoder import encode
 from lynxkv.kernels import FixedTables, cpu, reference
-from lynxkv.kernels.cpu import threads
+from lynxkv.kernels.cpu import memory, threads
 from lynxkv.kv import KV, KVLayer
 from lynxkv.layout import TensorSpec
 
@@ -129,7 +129,7 @@ assert (dequantize(quantize(x, "int8")) - x).abs().max() < 0.1
 def test_a_forked_child_has_a_pool_of_its_own() -> None:
     code = """
 import os, torch
-from lynxkv.kernels.cpu import threads
+from lynxkv.kernels.cpu import memory, threads
 from lynxkv.encoder import encode
 from lynxkv.kv import KV, KVLayer
 torch.set_num_threads(2)
@@ -209,3 +209,36 @@ def test_destinations_that_kernels_cannot_write_are_served(tmp_path: Path) -> No
     ):
         cpu.dequantize(anchor, residual, coding, tables, spec, "bf16", out)
         assert np.array_equal(out.to(torch.float64).numpy(), plain.to(out.dtype).to(torch.float64).numpy())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_of_a_tensor(dtype: torch.dtype) -> None:
+    whole = torch.arange(4 * 10 * 6).view(4, 10, 6).to(dtype)
+    part = whole.transpose(0, 1)[3:7, 1:, :5]
+    place = memory.source(part)
+    rows = [
+        place.flat[head * place.head_stride + token * place.token_stride :][:5]
+        for head in range(part.shape[0])
+        for token in range(part.shape[1])
+    ]
+    expected = part.contiguous().view(-1, 5)
+    bits = expected.numpy() if dtype == torch.float32 else expected.view(torch.int16).numpy().view(np.uint16)
+    assert np.array_equal(np.stack(rows), bits)
+
+
+def test_memory_outlives_the_name_of_its_tensor() -> None:
+    place = memory.source(torch.full((2, 3, 4), 7.0))
+    others = [torch.zeros(2, 3, 4) for _ in range(100)]
+    assert (place.flat == 7).all()
+    assert len(others) == 100
+
+
+@pytest.mark.parametrize("empty", [torch.zeros(4, 100, 64)[:, :0], torch.zeros(1, 5, 8).transpose(0, 1)[:0]])
+def test_memory_of_no_elements(empty: torch.Tensor) -> None:
+    assert memory.source(empty).flat.size == 0
+
+
+def test_rows_of_an_expanded_destination_stay_in_its_memory() -> None:
+    place = memory.destination(torch.zeros(2, 1, 64).expand(2, 300, 64), "fp32")
+    assert place is not None
+    assert place.starts.max() + place.head_stride + 64 <= place.flat.size

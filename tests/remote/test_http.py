@@ -88,3 +88,9 @@ def test_packets_of_shards_are_marked_unlike(name: str, http: Server) -> None:
     loaded = lynxkv.load(f"{http.url}/{name}", options=options)
     for mine, right in zip(loaded.layers, plain.layers, strict=True):
         assert all(mine.tensors[name].equal(tensor) for name, tensor in right.tensors.items())
+
+
+def test_a_folder_without_caches_is_listed(http: Server) -> None:
+    folder = http.folder / uuid.uuid4().hex
+    (folder / "below").mkdir(parents=True)
+    assert lynxkv.list_caches(f"{http.url}/{folder.name}/") == []

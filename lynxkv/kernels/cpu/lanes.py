@@ -76,10 +76,8 @@ def _first(builder: Any, count: Any) -> Any:
 
 
 def _unknown(builder: Any, value: Any) -> Any:
-    """`value`, an integer, hidden from LLVM.
-
-    Of `count`: where it knows that one narrowed lane is stored, LLVM 20 writes four bytes for two. Of lanes in a word:
-    else it would take them from the vector one by one.
+    """`value`, an integer, of which LLVM is to know nothing: where it knows that one narrowed lane is stored, LLVM 20
+    writes four bytes for two, and where it knows that a word is lanes of a vector, it takes them out one by one.
     """
     return builder.asm(ir.FunctionType(value.type, [value.type]), "", "=r,0", [value], False)
 

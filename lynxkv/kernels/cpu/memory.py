@@ -52,8 +52,7 @@ def destination(out: Out, dtype: str) -> Rows | None:
     if kind is None or out.device.type != "cpu" or (memory.stride(-1) != 1 and memory.shape[-1] > 1):
         return None
     if isinstance(out, Tensor):
-        step = max(1, out.stride(1))  # of a single row it may be anything
-        starts = np.arange(0, out.shape[1] * step, step)
+        starts = np.arange(out.shape[1]) * out.stride(1)
     else:
         page, slot = out.places()
         starts = page * memory.stride(0) + slot * memory.stride(2)
@@ -95,6 +94,8 @@ class _Memory:
 
 def _flat(x: Tensor) -> npt.NDArray[Any]:
     """The memory of x as one array: f32, or u16 for 16-bit floats. The array keeps x."""
+    if not x.numel():
+        return np.empty(0, np.float32 if x.dtype == torch.float32 else np.uint16)
     return np.asarray(_Memory(x))
 
 
