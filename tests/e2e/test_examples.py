@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 
+import lynxkv
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
 
-def output_of(script: str | Path) -> str:
+def output_of(script: str | Path, *arguments: str) -> str:
     """What a script prints, without a terminal; it must succeed."""
-    done = subprocess.run([sys.executable, EXAMPLES / script], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    command = [sys.executable, str(EXAMPLES / script), *arguments]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -28,6 +31,7 @@ def test_every_example_is_tested_here() -> None:
         "demo.py",
         "faulty_store.py",  # in tests/remote/test_faulty_store.py
         "load_serve.py",  # in tests/server/test_load.py
+        "second_model.py",
     }
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
 
@@ -52,6 +56,16 @@ def test_transformers_cache() -> None:
     out = output_of("03_transformers_cache.py")
     assert "When is it useful?" in out
     assert "pass" in out
+
+
+@pytest.mark.slow
+def test_the_second_model_makes_caches(tmp_path: Path) -> None:
+    assert "saved in" in output_of("second_model.py", str(tmp_path / "model"), "--minutes", "0.01")
+    model = lynxkv.load_model(str(tmp_path / "model"))
+    kv = lynxkv.prefill(model, model.tokenizer("def answer() -> int:\n    return 42\n" * 8)["input_ids"])
+    lynxkv.encode(kv, tmp_path / "a.lynx", identity=model.identity)
+    tensors = [x for layer in lynxkv.load(tmp_path / "a.lynx").layers for x in layer.tensors.values()]
+    assert {(x.shape[0], x.shape[2]) for x in tensors} == {(2, 64)}
 
 
 @pytest.mark.model
