@@ -1,12 +1,12 @@
 """Train a small model of another family than SmolLM2's, to see whether what helps one helps the other.
 
-    python examples/second_model.py MODEL_FOLDER [--minutes 20]
+    python examples/second_model.py MODEL_FOLDER
     lynxkv calibrate --model MODEL_FOLDER --tokens 1024
     lynxkv bench codec --model MODEL_FOLDER --tokens 1024
 
 Qwen2's architecture (biases on queries, keys and values, two key-value heads under four), byte-level BPE, contexts of
 1,024 tokens, trained on the standard library's sources but for the modules that `lynxkv bench codec` and calibration
-read. It learns to write code that looks like Python's; its keys and values are a trained model's.
+read. It hardly learns to write; its keys and values are a trained model's all the same.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
     """Train for the time that is given, telling the loss, and save the model and its tokenizer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--minutes", type=float, default=25.0)
     arguments = parser.parse_args()
 
     texts = sources()

@@ -129,7 +129,7 @@ assert (dequantize(quantize(x, "int8")) - x).abs().max() < 0.1
 def test_a_forked_child_has_a_pool_of_its_own() -> None:
     code = """
 import os, torch
-from lynxkv.kernels.cpu import memory, threads
+from lynxkv.kernels.cpu import threads
 from lynxkv.encoder import encode
 from lynxkv.kv import KV, KVLayer
 torch.set_num_threads(2)
